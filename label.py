@@ -1,0 +1,241 @@
+r"""DAPO, stage 2 of 5: split solutions into steps, complete every state, label it with its Monte-Carlo value (step A.2).
+
+A step is the text up to and including a line break; a state s_t is the prompt and the first t steps of a solution. From
+every state of the selected solutions the policy samples N completions, and
+
+    MC_N(s) = 1/N sum_i r(x, completion_i)   estimates   V(s) = P(pi_ref, continuing from s, ends right).   (Eq. 3)
+
+The completions' first steps are also the actions on which the actor will be trained: sampled from pi_ref at s, they cost
+nothing more. All solutions and sampled steps of a problem make one tree, in which equal prefixes are one node.
+
+Reads:   RUN/solutions.jsonl, the policy that sampled them
+Writes:  RUN/completions.jsonl  one state a line: id, state (its node), completions (ids, reward, finish)
+         RUN/trees.jsonl        one problem a line: id, problem, answer, prompt, nodes (class Tree)
+         RUN/label.json         the settings, the hashes of what was read, the summary
+
+Departs from the paper: the root needs no completions, since all N solutions of the problem were sampled there; equal
+states of several solutions are completed once; a completion gets the token limit minus the tokens of its state's steps.
+
+Laptop:  python label.py --run runs/toy --select 4 --completions 8
+GPUs:    torchrun --nproc-per-node 8 -- label.py --run runs/math
+Interrupted? Run the same command again: it goes on with the states that are missing.
+"""
+import argparse
+import functools
+import json
+import random
+
+from generate import (Request, Team, UserError, add_engine_flags, add_run_flags, decode, file_hash, find_model,
+                      finish_stage, load_tokenizer, model_hash, print_summary, read_jsonl, run_stage, sample_stage,
+                      stage_record, start_stage, whole_file)
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Steps: cut out of the sampled token ids, never tokenised again
+
+
+@functools.cache
+def token_text(tokenizer, token):
+    return tokenizer.decode([token], clean_up_tokenization_spaces=False)
+
+
+def split_steps(tokenizer, ids):
+    r"""Cut a response's token ids into steps: list[int] -> list[list[int]], which join to ids.
+
+    A step ends with its first token that has a line break after a non-blank character of the step; what follows the last
+    such token (often the end-of-text id) is a step too. So blank lines open the next step, and no step is a prefix of
+    another one, which makes the pi(a|s) of all actions sum to 1. With one token a word:
+
+        "\n"  "a"  "=1"  "\n"  "\n"  "b"  ".\n\n"  "<eos>"   ->   ["\n" "a" "=1" "\n"]  ["\n" "b" ".\n\n"]  ["<eos>"]
+    """
+    steps, step, blank = [], [], True
+    for token in ids:
+        step.append(token)
+        text = token_text(tokenizer, token)
+        if blank:
+            text = text.lstrip()
+            blank = not text
+        if "\n" in text:
+            steps.append(step)
+            step, blank = [], True
+    return steps + [step] if step else steps
+
+
+def step_text(tokenizer, before, step, last):
+    """The text of a step that follows the step `before` ([] at the start of the response).
+
+    A character whose bytes are spread over two steps belongs to the second, so that the steps' texts join to the
+    response's text exactly. (Decoded after the step before it, since some tokenizers strip a text's first blank.)
+    """
+    head, text = decode(tokenizer, before), decode(tokenizer, before + step)
+    if not last:
+        text = text.rstrip("\ufffd")
+    return text[len(head.rstrip("\ufffd")):]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Trees
+
+def select(solutions, k, rng):
+    """Choose k solutions, half of them right and half wrong; if one kind is short, the other fills up."""
+    right = [solution for solution in solutions if solution["reward"] == 1.0]
+    wrong = [solution for solution in solutions if solution["reward"] != 1.0]
+    n_right = min(len(right), k // 2)
+    n_wrong = min(len(wrong), k - n_right)
+    n_right = min(len(right), k - n_wrong)
+    return rng.sample(right, n_right) + rng.sample(wrong, n_wrong)
+
+
+class Tree:
+    """All solutions of a problem and all steps sampled from their states. nodes[0] is the prompt, the state s_0; every
+    other node is a step, and the state after it.
+
+    A node: parent (before it in the list), text, ids (the step's own token ids), visits (selected solutions that pass
+    here), count (completions sampled at the parent that begin with this step), hits (those of them that ended right);
+    on completed states value and n, the Monte-Carlo mean and its sample size; on steps that end the response reward
+    (and cut: true where the token limit ended it).
+    """
+
+    def __init__(self, row, tokenizer, n_selected, seed):
+        self.head = {name: row[name] for name in ("id", "problem", "answer", "prompt")}
+        self.tokenizer = tokenizer
+        self.nodes = [{"parent": -1, "text": "", "ids": row["prompt_ids"], "visits": 0, "count": 0, "hits": 0}]
+        self.node_of = {}  # (parent, step's ids) -> node
+        for solution in select(row["solutions"], n_selected, random.Random(f"{seed}/{row['id']}")):
+            self.nodes[0]["visits"] += 1
+            node, steps = 0, split_steps(tokenizer, solution["ids"])
+            for i, step in enumerate(steps):
+                node = self.step(node, step, solution if i == len(steps) - 1 else None)
+                self.nodes[node]["visits"] += 1
+        self.states = [node for node in range(1, len(self.nodes)) if "reward" not in self.nodes[node]]
+        self.complete(0, row["solutions"])
+
+    def step(self, parent, ids, ending):
+        """The child of parent by this step. ending: the sampled response that ends with it, or None."""
+        node = self.node_of.setdefault((parent, tuple(ids)), len(self.nodes))
+        if node == len(self.nodes):
+            before = self.nodes[parent]["ids"] if parent else []
+            text = step_text(self.tokenizer, before, ids, last=ending is not None)
+            self.nodes.append({"parent": parent, "text": text, "ids": ids, "visits": 0, "count": 0, "hits": 0})
+            if ending is not None:
+                self.nodes[node]["reward"] = ending["reward"]
+                if ending["finish"] == "length":
+                    self.nodes[node]["cut"] = True
+        return node
+
+    def complete(self, state, completions):
+        """Label a state with the mean reward of its completions, and add their first steps as its actions."""
+        for completion in completions:
+            steps = split_steps(self.tokenizer, completion["ids"])
+            node = self.step(state, steps[0], completion if len(steps) == 1 else None)
+            self.nodes[node]["count"] += 1
+            self.nodes[node]["hits"] += int(completion["reward"])
+        hits = sum(completion["reward"] for completion in completions)
+        self.nodes[state].update(value=hits / len(completions), n=len(completions))
+
+    def steps_to(self, node):
+        """The token ids of the steps from the prompt to a node."""
+        ids = []
+        while node:
+            ids = self.nodes[node]["ids"] + ids
+            node = self.nodes[node]["parent"]
+        return ids
+
+    def record(self):
+        """This tree's line of trees.jsonl."""
+        return {**self.head, "nodes": self.nodes}
+
+    def requests(self, settings):
+        """The completions to sample, in tree order."""
+        for state in self.states:
+            steps, name = self.steps_to(state), self.head["id"]
+            yield Request(f"label/{name}/{state}", {"id": name, "state": state}, self.head, self.nodes[0]["ids"], steps,
+                          settings["completions"], settings["max_tokens"] - len(steps),
+                          settings["temperature"], settings["top_p"], settings["seed"])
+
+
+def mean_rest(tree):
+    """{state: mean number of tokens that the selected solutions through it still had to go}, the root included."""
+    total, count = [0] * len(tree.nodes), [0] * len(tree.nodes)
+    for node in reversed(range(1, len(tree.nodes))):
+        parent, visits = tree.nodes[node]["parent"], tree.nodes[node]["visits"]
+        total[parent] += total[node] + visits * len(tree.nodes[node]["ids"])
+        count[parent] += visits
+    return {state: total[state] / count[state] for state in [0, *tree.states]}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The stage
+
+def expected_tokens(trees, n):
+    """About how many tokens n completions a state will take -> (here, if every state of every solution is completed)."""
+    here = everywhere = 0
+    for tree in trees:
+        rest = mean_rest(tree)
+        here += n * sum(rest[state] for state in tree.states)
+        everywhere += n * sum(tree.nodes[state]["visits"] * tokens for state, tokens in rest.items())
+    return here, everywhere
+
+
+def write_trees(trees, completions, target):
+    """Join the trees and their completions into trees.jsonl -> counts for the summary."""
+    lines = (line for _, line in read_jsonl(completions))
+    nodes = values = tokens = cut = 0
+    with whole_file(target) as file:
+        for tree in trees:
+            for state in tree.states:
+                sampled = next(lines)["completions"]
+                tree.complete(state, sampled)
+                tokens += sum(len(completion["ids"]) for completion in sampled)
+                cut += sum(completion["finish"] == "length" for completion in sampled)
+            nodes += len(tree.nodes)
+            values += sum(tree.nodes[state]["value"] for state in [0, *tree.states])
+            file.write(json.dumps(tree.record(), ensure_ascii=False) + "\n")
+    labels = len(trees) + sum(len(tree.states) for tree in trees)
+    return {"states labelled": labels, "nodes": nodes, "mean Monte-Carlo value": values / labels,
+            "tokens sampled": tokens, "completions cut off at the token limit": cut}
+
+
+def parse_args():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_run_flags(parser)
+    parser.add_argument("--select", type=int, default=6, help="solutions a problem to label (paper: %(default)s)")
+    parser.add_argument("--completions", type=int, default=16, help="completions a state, N and M (paper: %(default)s)")
+    add_engine_flags(parser)
+    return parser.parse_args()
+
+
+def main():
+    args, team = parse_args(), Team()
+    generate = stage_record(args.run, "generate")
+    folder, solutions = find_model(generate["model"]), args.run / "solutions.jsonl"
+    output, completions, summary = args.run / "trees.jsonl", args.run / "completions.jsonl", None
+    settings = {"select": args.select, "completions": args.completions, "seed": args.seed}
+    if team.rank == 0:
+        if "summary" not in generate:
+            raise UserError(f"{solutions}: not complete: run generate.py with the same --run again")
+        if model_hash(folder) != generate["inputs"]["policy"]:
+            raise UserError(f"{folder}: not the policy that sampled {solutions}: its weights have changed")
+        inputs = {"solutions.jsonl": file_hash(solutions), "policy": model_hash(folder)}
+        summary = start_stage(args.run, "label", settings, inputs, [output, completions], args.overwrite)
+    team.meet("started")
+    if summary:
+        return print_summary("label", summary, ": complete already (--overwrite starts anew)")
+
+    tokenizer = load_tokenizer(folder)
+    trees = [Tree(row, tokenizer, args.select, args.seed) for _, row in read_jsonl(solutions)]
+    limits = {name: generate["settings"][name] for name in ("max_tokens", "temperature", "top_p")}
+    requests = [request for tree in trees for request in tree.requests({**settings, **limits})]
+    here, everywhere = expected_tokens(trees, args.completions)
+    if team.rank == 0:
+        print(f"to sample: {len(requests):,} states x {args.completions} completions, about {here:,.0f} tokens", flush=True)
+    sample_stage(folder, requests, completions, ["id", "state"], "completions", args, team, ("ids", "reward", "finish"))
+    if team.rank == 0:
+        passes = sum(tree.nodes[state]["visits"] for tree in trees for state in [0, *tree.states])
+        finish_stage(args.run, "label", {
+            "problems": len(trees), "states on the selected solutions": passes, "states completed": len(requests),
+            "tokens saved (equal states, roots)": f"about {1 - here / everywhere:.0%}" if everywhere else "none",
+            **write_trees(trees, completions, output)})
+
+
+if __name__ == "__main__":
+    run_stage(main)
