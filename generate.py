@@ -118,7 +118,9 @@ class MathWorkers:
 
 def math_worker():
     """The process behind MathWorkers: a JSON pair a line in, 0 or 1 a line out."""
+    import logging
     from math_verify import parse, verify
+    logging.disable()  # it warns that its own time limits are off
     for line in sys.stdin:
         signal.alarm(MATH_SECONDS)  # SIGALRM's default action ends the process, wherever in sympy it hangs
         try:
@@ -252,9 +254,10 @@ def start_stage(run, stage, settings, inputs, outputs, overwrite):
     """
     path = run / f"{stage}.json"
     if overwrite:
-        for output in [path, *outputs]:
-            for old in run.glob(f"{output.name}*") if output != path else [path]:
-                shutil.rmtree(old) if old.is_dir() else old.unlink(missing_ok=True)
+        for output in outputs:
+            for old in [*run.glob(output.name), *run.glob(f"{output.name}.*")]:
+                shutil.rmtree(old) if old.is_dir() else old.unlink()
+        path.unlink(missing_ok=True)
     now = json.loads(json.dumps({"settings": settings, "inputs": inputs}))
     if not path.exists():
         write_json(path, now)
