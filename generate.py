@@ -349,11 +349,15 @@ def decode(tokenizer, ids):
 # Sampling: vLLM, one engine a rank
 
 class Team:
-    """The ranks of one torchrun launch. They meet through torchrun's key-value store alone, since torch.distributed
-    belongs to vLLM while it samples."""
+    """The ranks of one torchrun launch, each with an engine on its own GPUs. They meet through torchrun's key-value store
+    alone, since torch.distributed belongs to vLLM while it samples."""
 
-    def __init__(self):
+    def __init__(self, gpus_per_rank):
         self.rank, self.size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+        if "LOCAL_RANK" in os.environ:  # must come before CUDA starts
+            first = int(os.environ["LOCAL_RANK"]) * gpus_per_rank
+            seen = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(first + gpus_per_rank)))
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(seen.split(",")[first:first + gpus_per_rank])
         if self.size > 1:
             from torch.distributed import rendezvous
             self.store = next(rendezvous("env://"))[0]
@@ -430,10 +434,6 @@ class Sampler:
 
 def start_engine(folder, length, args):
     """vLLM's LLM for contexts of up to `length` tokens."""
-    if "LOCAL_RANK" in os.environ:  # before CUDA starts: this rank's share of the GPUs that are to be seen
-        first = int(os.environ["LOCAL_RANK"]) * args.tensor_parallel
-        seen = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(first + args.tensor_parallel)))
-        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(seen.split(",")[first:first + args.tensor_parallel])
     import torch
     options = {"dtype": "bfloat16", "gpu_memory_utilization": args.gpu_memory}
     if not torch.cuda.is_available():
@@ -551,21 +551,22 @@ class Shards:
         self.team.meet(f"merged {self.path}")
 
 
-def sample_stage(folder, requests, path, key_fields, field, args, team, keep=("text", "ids", "reward", "finish")):
-    """Sample requests into the file at path, a line {**request.record, field: completions} each, going on where an
-    interrupted run stopped."""
+def sample_stage(jobs, path, key_fields, field, args, team, keep=("text", "ids", "reward", "finish")):
+    """Sample into the file at path, a line {**request.record, field: completions} a request, going on where an
+    interrupted run stopped. jobs: [(model folder, requests), ...]."""
     if path.exists():
         return
     shards = Shards(path, key_fields, team)
-    todo = shards.missing(requests)
-    if team.rank == 0 and len(todo) < len(requests[::team.size]):
-        print(f"{path}: going on, {len(todo):,} requests left")
-    if todo:
-        sampler = Sampler(folder, todo, args)
-        shards.append({**request.record, field: [{name: completion[name] for name in keep} for completion in completions]}
-                      for request, completions in sample(sampler, todo, path.name))
-        sampler.close()
-    shards.merge(requests)
+    for folder, requests in jobs:
+        todo = shards.missing(requests)
+        if team.rank == 0 and len(todo) < len(requests[::team.size]):
+            print(f"{path}: going on, {len(todo):,} requests to {folder} left")
+        if todo:
+            sampler = Sampler(folder, todo, args)
+            shards.append({**request.record, field: [{name: completion[name] for name in keep} for completion in completions]}
+                          for request, completions in sample(sampler, todo, f"{path.name} ({folder.name})"))
+            sampler.close()
+    shards.merge([request for _, requests in jobs for request in requests])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -616,7 +617,8 @@ def parse_args():
 
 
 def main():
-    args, team = parse_args(), Team()
+    args = parse_args()
+    team = Team(args.tensor_parallel)
     args.run.mkdir(parents=True, exist_ok=True)
     folder = find_model(args.model or args.run / "policy")
     output, summary = args.run / "solutions.jsonl", None
@@ -637,7 +639,7 @@ def main():
         text, ids = render_prompt(tokenizer, problem["problem"], args.system)
         requests.append(Request(f"generate/{problem['id']}", {**problem, "prompt": text, "prompt_ids": ids}, problem, ids, [], args.solutions,
                                 args.max_tokens, args.temperature, args.top_p, args.seed))
-    sample_stage(folder, requests, output, ["id"], "solutions", args, team)
+    sample_stage([(folder, requests)], output, ["id"], "solutions", args, team)
     if team.rank == 0:
         finish_stage(args.run, "generate", summarise(output))
 

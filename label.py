@@ -101,13 +101,18 @@ class Tree:
         self.nodes = [{"parent": -1, "text": "", "ids": row["prompt_ids"], "visits": 0, "count": 0, "hits": 0}]
         self.node_of = {}  # (parent, step's ids) -> node
         for solution in select(row["solutions"], n_selected, random.Random(f"{seed}/{row['id']}")):
-            self.nodes[0]["visits"] += 1
-            node, steps = 0, split_steps(tokenizer, solution["ids"])
-            for i, step in enumerate(steps):
-                node = self.step(node, step, solution if i == len(steps) - 1 else None)
-                self.nodes[node]["visits"] += 1
+            self.visit(solution)
         self.states = [node for node in range(1, len(self.nodes)) if "reward" not in self.nodes[node]]
         self.complete(0, row["solutions"])
+
+    def visit(self, solution):
+        """Walk a whole solution from the root -> its last node."""
+        node, steps = 0, split_steps(self.tokenizer, solution["ids"])
+        self.nodes[0]["visits"] += 1
+        for i, step in enumerate(steps):
+            node = self.step(node, step, solution if i == len(steps) - 1 else None)
+            self.nodes[node]["visits"] += 1
+        return node
 
     def step(self, parent, ids, ending):
         """The child of parent by this step. ending: the sampled response that ends with it, or None."""
@@ -205,7 +210,8 @@ def parse_args():
 
 
 def main():
-    args, team = parse_args(), Team()
+    args = parse_args()
+    team = Team(args.tensor_parallel)
     generate = stage_record(args.run, "generate")
     folder, solutions = find_model(generate["model"]), args.run / "solutions.jsonl"
     output, completions, summary = args.run / "trees.jsonl", args.run / "completions.jsonl", None
@@ -228,7 +234,8 @@ def main():
     here, everywhere = expected_tokens(trees, args.completions)
     if team.rank == 0:
         print(f"to sample: {len(requests):,} states x {args.completions} completions, about {here:,.0f} tokens", flush=True)
-    sample_stage(folder, requests, completions, ["id", "state"], "completions", args, team, ("ids", "reward", "finish"))
+    sample_stage([(folder, requests)], completions, ["id", "state"], "completions", args, team,
+                 keep=("ids", "reward", "finish"))
     if team.rank == 0:
         passes = sum(tree.nodes[state]["visits"] for tree in trees for state in [0, *tree.states])
         finish_stage(args.run, "label", {

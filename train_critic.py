@@ -37,8 +37,7 @@ import torch.nn.functional as F
 import transformers
 from safetensors import safe_open
 from safetensors.torch import save_file
-from torch.distributed.checkpoint.state_dict import (StateDictOptions, get_model_state_dict, get_state_dict,
-                                                     set_model_state_dict, set_state_dict)
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
@@ -319,10 +318,22 @@ class Checkpoint:
         """Whole checkpoints, oldest first."""
         return sorted(self.target.parent.glob(f"{self.target.name}.ckpt-*"), key=lambda path: int(path.name.split("-")[-1]))
 
+    def state(self):
+        """Everything that a step changes: {name: tensor}. (Nothing random is left to save: the order of the batches comes
+        from the seed, the learning rate from the step.)"""
+        tensors = {}
+        for name, weight in self.model.named_parameters():
+            moments = self.optimizer.state[weight]
+            if not moments:  # as AdamW begins
+                moments.update(step=torch.zeros((), device=weight.device), exp_avg=torch.zeros_like(weight),
+                               exp_avg_sq=torch.zeros_like(weight))
+            tensors[name] = weight.detach()
+            tensors |= {f"{name}/{moment}": tensor for moment, tensor in moments.items()}
+        return tensors
+
     def save(self, step):
-        model, optimizer = get_state_dict(self.model, self.optimizer)
-        part, old = Path(f"{self.target}.tmp-ckpt"), self.folders()
-        dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=part)
+        part, old = Path(f"{self.target}.ckpt.tmp"), self.folders()
+        dcp.save(self.state(), checkpoint_id=part)
         if self.world.rank == 0:
             part.rename(f"{self.target}.ckpt-{step}")
             for folder in old:
@@ -332,14 +343,11 @@ class Checkpoint:
     def load(self):
         """Load the newest checkpoint -> the number of steps done, 0 if there is none."""
         if self.world.rank == 0:
-            shutil.rmtree(f"{self.target}.tmp-ckpt", ignore_errors=True)
+            shutil.rmtree(f"{self.target}.ckpt.tmp", ignore_errors=True)
         if not self.folders():
             return 0
         newest = self.folders()[-1]
-        model, optimizer = get_state_dict(self.model, self.optimizer)
-        state = {"model": model, "optimizer": optimizer}
-        dcp.load(state, checkpoint_id=newest)
-        set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        dcp.load(self.state(), checkpoint_id=newest)  # in place
         return int(newest.name.split("-")[-1])
 
 

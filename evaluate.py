@@ -1,0 +1,383 @@
+r"""DAPO, stage 5 of 5: compare policies on a benchmark, with intervals; write the report and its picture.
+
+Greedy accuracy of every model and, with --n, of n samples a problem: avg@n (the mean accuracy of a sample), pass@k,
+maj@k and, with --critic, best-of-n by V_phi(s_{T-1}), the value of the last state before a response's end. The paired
+tests compare the first two models on the same problems: two checkpoints, that is, not two methods.
+
+Reads:   RUN/test.jsonl (imported from any data file by --test), the models; what the other stages left in RUN
+Writes:  RUN/answers.jsonl  a line for each model, problem and kind (greedy, sampled): model, id, kind, answers
+         RUN/report.json    {"models": {name: {"greedy": ..., ...}}, "paired": ..., ...}
+         RUN/report.md, RUN/report.png
+
+Laptop:  python evaluate.py --run runs/toy --n 4 --max-tokens 64
+GPUs:    torchrun --nproc-per-node 8 -- evaluate.py --run runs/math --test math500.jsonl
+Interrupted? Run the same command again: it goes on with the answers that are missing.
+"""
+import argparse
+import math
+from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+from transformers import AutoModelForTokenClassification
+
+from generate import (SYSTEM, Request, Team, UserError, add_engine_flags, add_run_flags, equivalent, file_hash, find_model,
+                      finish_stage, import_problems, last_boxed, load_tokenizer, model_hash, pass_at_k, print_summary,
+                      read_jsonl, render_prompt, run_stage, sample_stage, stage_record, start_stage, write_json)
+from label import Tree
+from train_critic import (Steps, World, ancestors, held_out, load_model, node_tokens, pack, predict, quiet_libraries,
+                          read_trees)
+
+ROW_TOKENS = 16384  # tokens a row when the critic scores answers
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Statistics
+
+
+def wilson(right, n, z=1.96):
+    """Wilson's 95% interval of a share."""
+    share, spread = right / n, z * z / n
+    centre = (share + spread / 2) / (1 + spread)
+    half = z * math.sqrt(share * (1 - share) / n + spread / (4 * n)) / (1 + spread)
+    return [centre - half, centre + half]
+
+
+def bootstrap(scores, draws=10_000, seed=0):
+    """95% interval of the mean of one score a problem, by drawing problems with replacement."""
+    scores, rng = np.asarray(scores, dtype=float), np.random.default_rng(seed)
+    means = [scores[rng.integers(0, len(scores), len(scores))].mean() for _ in range(draws)]
+    return [float(x) for x in np.quantile(means, [0.025, 0.975])]
+
+
+def mcnemar(first, second):
+    """The exact two-sided McNemar test on 0/1 scores of the same problems -> (only first right, only second right, p)."""
+    only_first = sum(a > b for a, b in zip(first, second))
+    only_second = sum(b > a for a, b in zip(first, second))
+    n = only_first + only_second
+    tail = sum(math.comb(n, i) for i in range(min(only_first, only_second) + 1)) / 2 ** n
+    return only_first, only_second, min(1.0, 2 * tail)
+
+
+def majority(answers):
+    """Whether the most frequent answer is right: answers are grouped by equivalence, one without a box has no vote, and
+    groups that tie share the credit."""
+    groups = []  # [answer, votes, reward]
+    for answer in answers:
+        boxed = last_boxed(answer["text"]) if answer["finish"] == "stop" else None
+        if boxed is None or not boxed.strip():
+            continue
+        for group in groups:
+            if equivalent(group[0], boxed):
+                group[1] += 1
+                break
+        else:
+            groups.append([boxed, 1, answer["reward"]])
+    most = max((votes for _, votes, _ in groups), default=0)
+    tied = [reward for _, votes, reward in groups if votes == most]
+    return sum(tied) / len(tied) if tied else 0.0
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Best of n
+
+def end_states(tokenizer, critic_tokenizer, problems, answers, system):
+    """The last state before each answer's end, as packing wants it -> ([Steps, ...], {id: [node number, ...]}, nodes).
+    answers: {id: [answer, ...]}."""
+    same = critic_tokenizer.get_vocab() == tokenizer.get_vocab()
+    all_steps, states, first = [], {}, 0
+    for problem in problems:
+        prompt, ids = render_prompt(tokenizer, problem["problem"], system)
+        solutions = answers[problem["id"]]
+        tree = Tree({**problem, "prompt": prompt, "prompt_ids": ids, "solutions": solutions}, tokenizer, 0, 0)
+        parents = [tree.nodes[tree.visit(solution)]["parent"] for solution in solutions]
+        tokens = node_tokens(tree.record(), critic_tokenizer, same, system)
+        all_steps.append(Steps(problem["id"], first, [node["parent"] for node in tree.nodes], tokens, sorted(set(parents))))
+        states[problem["id"]] = [first + parent for parent in parents]
+        first += len(tree.nodes)
+    return all_steps, states, first
+
+
+def end_values(critic, models, problems, answers, system, max_tokens):
+    """V_phi(s_{T-1}) of every sampled answer: {model name: {id: [value, ...]}}. answers: {model name: {id: [...]}}."""
+    world, critic_tokenizer = World(), load_tokenizer(critic)
+    model = load_model(AutoModelForTokenClassification, critic, world)
+    result = {}
+    for name, folder in models.items():
+        all_steps, states, n_nodes = end_states(load_tokenizer(folder), critic_tokenizer, problems, answers[name], system)
+        values = predict(model, pack(all_steps, max_tokens), n_nodes, world, f"best of n ({name})")
+        result[name] = {problem: values[nodes].tolist() for problem, nodes in states.items()}
+    return result
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The report
+
+def score_model(greedy, sampled, values, ks):
+    """One model's numbers. greedy, sampled: a list of answers for each problem; values: a list of V_phi, or None."""
+    right = [answers[0]["reward"] for answers in greedy]
+    scores = {"greedy": sum(right) / len(right), "greedy interval": wilson(sum(right), len(right)),
+              "greedy answers cut off": sum(answers[0]["finish"] == "length" for answers in greedy),
+              "mean tokens": sum(len(answers[0]["ids"]) for answers in greedy) / len(greedy)}
+    if not sampled:
+        return scores
+    n = len(sampled[0])
+    rewards = [[answer["reward"] for answer in answers] for answers in sampled]
+    means = [sum(of_problem) / n for of_problem in rewards]
+    scores |= {"sampled": sum(means) / len(means), "sampled interval": bootstrap(means), "n": n}
+    with ThreadPoolExecutor() as pool:
+        for k in ks:
+            scores[f"pass@{k}"] = sum(pass_at_k(n, int(sum(of_problem)), k) for of_problem in rewards) / len(rewards)
+            votes = pool.map(majority, [answers[:k] for answers in sampled])
+            scores[f"maj@{k}"] = sum(votes) / len(sampled)
+    if values:
+        best = [of_problem[int(np.argmax(v))] for of_problem, v in zip(rewards, values)]
+        scores |= {f"best-of-{n}": sum(best) / len(best), f"best-of-{n} interval": wilson(sum(best), len(best))}
+    return scores
+
+
+def compare(names, greedy, sampled):
+    """The paired comparison of the second model with the first."""
+    first, second = ([answers[0]["reward"] for answers in greedy[name]] for name in names)
+    only_first, only_second, p = mcnemar(first, second)
+    result = {"models": names, "greedy difference": sum(second) / len(second) - sum(first) / len(first),
+              "greedy difference interval": bootstrap(np.subtract(second, first)),
+              f"only {names[0]} right": only_first, f"only {names[1]} right": only_second, "McNemar p": p}
+    if sampled[names[0]]:
+        first, second = ([np.mean([answer["reward"] for answer in answers]) for answers in sampled[name]] for name in names)
+        result |= {"sampled difference": float(np.mean(second) - np.mean(first)),
+                   "sampled difference interval": bootstrap(np.subtract(second, first))}
+    return result
+
+
+def percent(value, interval=None):
+    return f"{value:.1%}" + (f" [{interval[0]:.1%}, {interval[1]:.1%}]" if interval else "")
+
+
+def report_table(report):
+    """The table of models, as lines of Markdown."""
+    models = report["models"]
+    extra = [key for key in next(iter(models.values())) if key.startswith(("pass@", "maj@", "best-of-"))
+             and "interval" not in key and key != "pass@1" and key != "maj@1"]
+    n = next(iter(models.values())).get("n")
+    head = ["policy", "greedy accuracy [95%]"] + [f"sampled accuracy, avg@{n} [95%]"] * bool(n) + extra
+    rows = [[name, percent(m["greedy"], m["greedy interval"])]
+            + ([percent(m["sampled"], m["sampled interval"])] if n else []) + [percent(m[key]) for key in extra]
+            for name, m in models.items()]
+    widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
+    lines = ["| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths)) + " |" for row in [head, *rows]]
+    return [lines[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *lines[1:]]
+
+
+def report_lines(report):
+    """report.md."""
+    lines = [f"# {report['problems']} problems", "", *report_table(report), ""]
+    if paired := report.get("paired"):
+        first, second = paired["models"]
+        lines += [f"Greedy, {second} against {first}: {paired['greedy difference']:+.1%} "
+                  f"[{paired['greedy difference interval'][0]:+.1%}, {paired['greedy difference interval'][1]:+.1%}]; only "
+                  f"{first} right: {paired[f'only {first} right']}, only {second} right: {paired[f'only {second} right']}; "
+                  f"exact McNemar test p = {paired['McNemar p']:.2g}."]
+        if "sampled difference" in paired:
+            low, high = paired["sampled difference interval"]
+            lines += [f"Sampled: {paired['sampled difference']:+.1%} [{low:+.1%}, {high:+.1%}] (bootstrap over problems)."]
+        lines += ["", "The test compares these two checkpoints, not two methods: another seed gives another checkpoint."]
+    return lines
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The picture
+
+def value_curve(run, share):
+    """A wrong solution on which V_phi falls: -> (tree, its nodes from the root, their V_phi), a held-out problem if there
+    is one; None if the run has no values. Chosen: the largest fall in one step."""
+    from safetensors.torch import load_file
+    if not (run / "values.safetensors").exists():
+        return None
+    values, best = load_file(run / "values.safetensors")["values"], None
+    for tree, first in read_trees(run / "trees.jsonl"):
+        parents = [node["parent"] for node in tree["nodes"]]
+        for end, fields in enumerate(tree["nodes"]):
+            if fields.get("visits") and fields.get("reward") == 0.0 and not fields.get("cut"):
+                path = ancestors(parents, end)
+                v = values[[first + node for node in path]].numpy()
+                fall = (held_out(tree, share), float(np.max(v[:-1] - v[1:], initial=0.0)))
+                if best is None or fall > best[0]:
+                    best = fall, tree, [*path, end], v
+    return best and best[1:]
+
+
+def draw(report, run, path):
+    """report.png: accuracies, the critic's calibration, the actor's training, and one solution's value step by step."""
+    import matplotlib
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    figure, axes = plt.subplots(2, 2, figsize=(12, 8.5), constrained_layout=True)
+    draw_accuracies(axes[0, 0], report)
+    critic = stage_record(run, "train_critic") if (run / "train_critic.json").exists() else {}
+    draw_calibration(axes[0, 1], critic)
+    draw_training(axes[1, 0], run)
+    draw_curve(axes[1, 1], value_curve(run, critic.get("settings", {}).get("holdout", 0.0)))
+    figure.savefig(path, dpi=110)
+
+
+def draw_accuracies(axis, report):
+    names = list(report["models"])
+    for offset, kind in enumerate(["greedy", "sampled"]):
+        models = [model for model in report["models"].values() if kind in model]
+        if models:
+            heights = np.array([model[kind] for model in models])
+            intervals = np.array([model[f"{kind} interval"] for model in models]).T
+            x = np.arange(len(names)) + 0.4 * offset - 0.2
+            bars = axis.bar(x, heights, 0.36, label=kind, yerr=np.abs(intervals - heights), capsize=5)
+            axis.bar_label(bars, [f"{height:.1%}" for height in heights], label_type="center", color="white")
+    axis.set(title=f"Accuracy on {report['problems']} problems, with 95% intervals", ylim=(0, 1))
+    axis.set_xticks(range(len(names)), names)
+    axis.legend(loc="upper left")
+
+
+def draw_calibration(axis, critic):
+    axis.set(title="Critic on held-out problems", xlabel="V (mean of a bin)", ylabel="Monte-Carlo value", xlim=(0, 1), ylim=(0, 1))
+    axis.plot([0, 1], [0, 1], color="grey", linewidth=1, label="perfect calibration")
+    table = critic.get("calibration")
+    if not table:
+        return axis.text(0.5, 0.4, "no critic in this run", ha="center")
+    sizes = np.array([row["states"] for row in table])
+    axis.scatter([row["V"] for row in table], [row["Monte-Carlo"] for row in table], s=20 + 300 * sizes / sizes.max(),
+                 alpha=0.7, label="states (area: how many)")
+    axis.legend(loc="upper left")
+
+
+def draw_training(axis, run):
+    lines = [line for _, line in read_jsonl(run / "log.jsonl") if line["stage"] == "train_actor"] \
+        if (run / "log.jsonl").exists() else []
+    axis.set(title="Actor", xlabel="optimiser step")
+    if not lines:
+        return axis.text(0.5, 0.5, "no actor in this run", ha="center", transform=axis.transAxes)
+    steps, right_axis = [line["step"] for line in lines], axis.twinx()
+    axis.plot(steps, [line["loss"] for line in lines], label="loss (left)")
+    right_axis.plot(steps, [line["abs_log_ratio"] for line in lines], color="C1", label="mean |log ratio| (right)")
+    drift = [(line["step"], line["drift"]) for line in lines if "drift" in line]
+    if drift:
+        right_axis.plot(*zip(*drift), ".-", color="C2", label="the same on filtered-out states (right)")
+    axis.set_ylim(bottom=0)
+    right_axis.set_ylim(bottom=0)
+    axis.legend(handles=axis.lines + right_axis.lines, loc="best")
+
+
+def draw_curve(axis, curve):
+    axis.set(title="One wrong solution, state by state", ylim=(-0.03, 1.03), ylabel="probability of a right answer")
+    if curve is None:
+        return axis.text(0.5, 0.5, "no wrong solution with values in this run", ha="center", transform=axis.transAxes)
+    tree, nodes, v = curve
+    texts = [tree["nodes"][node]["text"].strip() for node in nodes[1:]]
+    labels = [tree["nodes"][node].get("value") for node in nodes[:-1]]
+    axis.plot(v, "o-", label="V (critic)")
+    axis.plot([np.nan if label is None else label for label in labels], "x--", color="grey", label="Monte-Carlo")
+    if len(v) > 1:
+        mistake = int(np.argmax(v[:-1] - v[1:])) + 1
+        axis.plot([mistake - 1, mistake], v[mistake - 1:mistake + 1], color="C3", linewidth=4, alpha=0.6, label="largest fall")
+    shorten = lambda text: text if len(text) <= 28 else text[:27] + "…"
+    axis.set_xticks(range(len(v)), ["(prompt)"] + [shorten(text) for text in texts[:len(v) - 1]], rotation=30, ha="right")
+    prompt = shorten(tree["problem"].replace("\n", " "))
+    axis.set_title(f"One wrong solution of {prompt} (answer {tree['answer']}), state by state", parse_math=False)
+    for label in axis.get_xticklabels():
+        label.set_parse_math(False)
+    axis.legend(loc="lower left")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The stage
+
+def named_models(given, run):
+    """{name: folder} from name=path arguments; by default the run's policy and actor."""
+    if not given:
+        given = [f"ref={stage_record(run, 'generate')['model']}", f"actor={run / 'actor'}"]
+    models = {}
+    for argument in given:
+        name, equals, path = argument.partition("=")
+        if not equals or not name or name in models:
+            raise UserError(f"--models {argument}: each must be name=path, with names that differ")
+        models[name] = find_model(path)
+    return models
+
+
+def make_requests(name, folder, problems, args):
+    """The greedy and the sampled request of every problem to one model."""
+    tokenizer = load_tokenizer(folder)
+    for problem in problems:
+        _, ids = render_prompt(tokenizer, problem["problem"], args.system)
+        kinds = [("greedy", 1, 0.0, 1.0)] + [("sampled", args.n, args.temperature, args.top_p)] * (args.n > 0)
+        for kind, n, temperature, top_p in kinds:
+            yield Request(f"evaluate/{kind}/{problem['id']}", {"model": name, "id": problem["id"], "kind": kind}, problem,
+                          ids, [], n, args.max_tokens, temperature, top_p, args.seed)
+
+
+def parse_args():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_run_flags(parser)
+    parser.add_argument("--test", metavar="FILE", help="data file to import as RUN/test.jsonl")
+    parser.add_argument("--models", nargs="+", metavar="NAME=PATH", help="the policies, folders or names on the hub; the "
+                        "paired tests take the first two (default: ref=<the run's policy> actor=RUN/actor)")
+    parser.add_argument("--n", type=int, default=0, help="samples a problem beside the greedy answer (default: %(default)s)")
+    parser.add_argument("--k", type=int, nargs="+", help="k of pass@k and maj@k (default: 1 and n)")
+    parser.add_argument("--critic", help="best-of-n by this critic, a folder")
+    parser.add_argument("--system", default=SYSTEM, help="system prompt of chat models (default: %(default)s)")
+    parser.add_argument("--temperature", type=float, default=1.0, help="of the samples (default: %(default)s)")
+    parser.add_argument("--top-p", type=float, default=1.0, help="of the samples (default: %(default)s)")
+    parser.add_argument("--max-tokens", type=int, default=2048, help="token limit of an answer (paper: %(default)s)")
+    add_engine_flags(parser)
+    args = parser.parse_args()
+    args.k = args.k or sorted({1, args.n} - {0})
+    if args.n and max(args.k) > args.n:
+        raise UserError(f"--k {max(args.k)}: pass@k needs n >= k samples, and --n is {args.n}")
+    if args.critic and not args.n:
+        raise UserError("--critic: best-of-n needs samples: give --n")
+    return args
+
+
+def main():
+    args = parse_args()
+    quiet_libraries()
+    team = Team(args.tensor_parallel)
+    models, test, answers_path = named_models(args.models, args.run), args.run / "test.jsonl", args.run / "answers.jsonl"
+    critic, summary = args.critic and find_model(args.critic), None
+    if team.rank == 0:
+        import_problems(args.test, test, args.overwrite)
+        settings = {name: getattr(args, name) for name in ("n", "k", "system", "temperature", "top_p", "max_tokens", "seed")}
+        inputs = {"test.jsonl": file_hash(test), **{f"model {name}": model_hash(path) for name, path in models.items()},
+                  "critic": critic and model_hash(critic)}
+        outputs = [args.run / name for name in ("answers.jsonl", "report.json", "report.md", "report.png")]
+        summary = start_stage(args.run, "evaluate", settings, inputs, outputs, args.overwrite)
+    team.meet("started")
+    if summary:
+        return print_summary("evaluate", summary, ": complete already (--overwrite starts anew)")
+
+    problems = import_problems(None, test, False)
+    jobs = [(folder, list(make_requests(name, folder, problems, args))) for name, folder in models.items()]
+    sample_stage(jobs, answers_path, ["model", "id", "kind"], "answers", args, team)
+    answers = defaultdict(dict)  # {(model, kind): {id: [answer, ...]}}
+    for _, line in read_jsonl(answers_path):
+        answers[line["model"], line["kind"]][line["id"]] = line["answers"]
+    values = critic and end_values(critic, models, problems, {name: answers[name, "sampled"] for name in models}, args.system,
+                                   ROW_TOKENS)
+    if team.rank > 0:
+        return
+    greedy, sampled = ({name: [answers[name, kind][problem["id"]] for problem in problems if answers[name, kind]]
+                        for name in models} for kind in ("greedy", "sampled"))
+    report = {"problems": len(problems), "models": {}}
+    for name, folder in models.items():
+        ends = [values[name][problem["id"]] for problem in problems] if critic else None
+        report["models"][name] = {"path": str(folder), "weights": model_hash(folder),
+                                  **score_model(greedy[name], sampled[name], ends, args.k)}
+    if len(models) > 1:
+        report["paired"] = compare(list(models)[:2], greedy, sampled)
+    write_json(args.run / "report.json", report)
+    (args.run / "report.md").write_text("\n".join(report_lines(report)) + "\n")
+    draw(report, args.run, args.run / "report.png")
+    print("\n" + "\n".join(report_lines(report)[2:]))
+    finish_stage(args.run, "evaluate", {"answers": str(answers_path), "report": str(args.run / "report.md"),
+                                        "picture": str(args.run / "report.png")})
+
+
+if __name__ == "__main__":
+    run_stage(main)
