@@ -7,8 +7,8 @@ Reads:   RUN/problems.jsonl (imported from any data file by --problems), the pol
 Writes:  RUN/solutions.jsonl  one problem a line: id, problem, answer, prompt, prompt_ids, solutions
          RUN/generate.json    the settings, the policy's hash, the summary
 
-Laptop:  python generate.py --run runs/toy --solutions 8 --max-tokens 64
-GPUs:    torchrun --nproc-per-node 8 generate.py --run runs/math --problems math_train.jsonl \
+Laptop:  python generate.py --run runs/toy --solutions 4 --max-tokens 64
+GPUs:    torchrun --nproc-per-node 8 -- generate.py --run runs/math --problems math_train.jsonl \
              --model Qwen/Qwen2.5-Math-7B-Instruct
 Interrupted? Run the same command again: it goes on with the problems that are missing.
 """

@@ -16,7 +16,7 @@ Writes:  RUN/completions.jsonl  one state a line: id, state (its node), completi
 Departs from the paper: the root needs no completions, since all N solutions of the problem were sampled there; equal
 states of several solutions are completed once; a completion gets the token limit minus the tokens of its state's steps.
 
-Laptop:  python label.py --run runs/toy --select 4 --completions 8
+Laptop:  python label.py --run runs/toy --select 2 --completions 4
 GPUs:    torchrun --nproc-per-node 8 -- label.py --run runs/math
 Interrupted? Run the same command again: it goes on with the states that are missing.
 """

@@ -16,7 +16,7 @@ Writes:  RUN/ref_logps.safetensors  log pi_ref(a|s) of every trained node (NaN e
 Departs from the paper: a batch takes whole trees until it has --batch pairs, so it holds fewer problems than shuffled
 pairs would.
 
-Laptop:  python train_actor.py --run runs/toy --beta 0.3 --lr 1e-4 --batch 192 --epochs 10
+Laptop:  python train_actor.py --run runs/toy --beta 0.3 --lr 1e-4 --batch 192 --epochs 8
 GPUs:    torchrun --nproc-per-node 8 -- train_actor.py --run runs/math
 Interrupted? Run the same command again: it goes on from its last checkpoint, to the same weights.
 """

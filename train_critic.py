@@ -13,7 +13,7 @@ Writes:  RUN/critic/             an AutoModelForTokenClassification with one lab
 
 Departs from the paper: a batch takes whole trees until it has --batch states; 5% of the problems are held out.
 
-Laptop:  python train_critic.py --run runs/toy --critic runs/toy/policy --lr 1e-3 --batch 192 --epochs 30
+Laptop:  python train_critic.py --run runs/toy --critic runs/toy/policy --lr 3e-3 --batch 96 --epochs 4
 GPUs:    torchrun --nproc-per-node 8 -- train_critic.py --run runs/math
 Interrupted? Run the same command again: it goes on from its last checkpoint, to the same weights.
 """
