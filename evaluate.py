@@ -16,17 +16,17 @@ Interrupted? Run the same command again: it goes on with the answers that are mi
 import argparse
 import math
 from collections import defaultdict
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 from transformers import AutoModelForTokenClassification
 
 from generate import (SYSTEM, Request, Team, UserError, add_engine_flags, add_run_flags, equivalent, file_hash, find_model,
-                      finish_stage, import_problems, last_boxed, load_tokenizer, model_hash, pass_at_k, print_summary,
-                      read_jsonl, render_prompt, run_stage, sample_stage, stage_record, start_stage, write_json)
+                      finish_stage, grading_pool, import_problems, last_boxed, load_tokenizer, model_hash, pass_at_k, positive,
+                      print_complete, read_jsonl, render_prompt, run_stage, sample_stage, stage_record, start_stage,
+                      write_json)
 from label import Tree
-from train_critic import (Steps, World, ancestors, held_out, load_model, node_tokens, pack, predict, quiet_libraries,
-                          read_trees)
+from train_critic import (Steps, World, ancestors, held_out, load_model, load_values, node_tokens, pack, predict,
+                          quiet_libraries, read_trees)
 
 ROW_TOKENS = 16384  # tokens a row when the critic scores answers
 
@@ -60,7 +60,7 @@ def mcnemar(first, second):
 
 def majority(answers):
     """Whether the most frequent answer is right: answers are grouped by equivalence, one without a box has no vote, and
-    groups that tie share the credit."""
+    groups that tie share the credit. (maj@k takes the first k answers.)"""
     groups = []  # [answer, votes, reward]
     for answer in answers:
         boxed = last_boxed(answer["text"]) if answer["finish"] == "stop" else None
@@ -97,14 +97,15 @@ def end_states(tokenizer, critic_tokenizer, problems, answers, system):
     return all_steps, states, first
 
 
-def end_values(critic, models, problems, answers, system, max_tokens):
+def end_values(critic, models, problems, answers, system):
     """V_phi(s_{T-1}) of every sampled answer: {model name: {id: [value, ...]}}. answers: {model name: {id: [...]}}."""
     world, critic_tokenizer = World(), load_tokenizer(critic)
     model = load_model(AutoModelForTokenClassification, critic, world)
     result = {}
     for name, folder in models.items():
         all_steps, states, n_nodes = end_states(load_tokenizer(folder), critic_tokenizer, problems, answers[name], system)
-        values = predict(model, pack(all_steps, max_tokens), n_nodes, world, f"best of n ({name})")
+        longest = max(sum(map(len, steps.tokens)) for steps in all_steps)
+        values = predict(model, pack(all_steps, max(ROW_TOKENS, longest)), n_nodes, world, f"best of n ({name})")
         result[name] = {problem: values[nodes].tolist() for problem, nodes in states.items()}
     return result
 
@@ -124,7 +125,7 @@ def score_model(greedy, sampled, values, ks):
     rewards = [[answer["reward"] for answer in answers] for answers in sampled]
     means = [sum(of_problem) / n for of_problem in rewards]
     scores |= {"sampled": sum(means) / len(means), "sampled interval": bootstrap(means), "n": n}
-    with ThreadPoolExecutor() as pool:
+    with grading_pool() as pool:
         for k in ks:
             scores[f"pass@{k}"] = sum(pass_at_k(n, int(sum(of_problem)), k) for of_problem in rewards) / len(rewards)
             votes = pool.map(majority, [answers[:k] for answers in sampled])
@@ -188,19 +189,21 @@ def report_lines(report):
 # The picture
 
 def value_curve(run, share):
-    """A wrong solution on which V_phi falls: -> (tree, its nodes from the root, their V_phi), a held-out problem if there
-    is one; None if the run has no values. Chosen: the largest fall in one step."""
-    from safetensors.torch import load_file
-    if not (run / "values.safetensors").exists():
+    """A wrong solution on which V_phi falls: -> (tree, its nodes from the root, their V_phi), of a held-out problem if there
+    is one; None if the run has no values. Chosen: the largest fall in one step that the Monte-Carlo values show too."""
+    try:
+        values, best = load_values(run / "values.safetensors", trees=file_hash(run / "trees.jsonl")), None
+    except (UserError, FileNotFoundError):  # no critic in this run, or one of other trees
         return None
-    values, best = load_file(run / "values.safetensors")["values"], None
     for tree, first in read_trees(run / "trees.jsonl"):
         parents = [node["parent"] for node in tree["nodes"]]
         for end, fields in enumerate(tree["nodes"]):
             if fields.get("visits") and fields.get("reward") == 0.0 and not fields.get("cut"):
                 path = ancestors(parents, end)
                 v = values[[first + node for node in path]].numpy()
-                fall = (held_out(tree, share), float(np.max(v[:-1] - v[1:], initial=0.0)))
+                sampled = np.array([tree["nodes"][node]["value"] for node in path])
+                falls = np.minimum(v[:-1] - v[1:], sampled[:-1] - sampled[1:])
+                fall = (held_out(tree, share), float(np.max(falls, initial=0.0)))
                 if best is None or fall > best[0]:
                     best = fall, tree, [*path, end], v
     return best and best[1:]
@@ -324,11 +327,11 @@ def parse_args():
     parser.add_argument("--system", default=SYSTEM, help="system prompt of chat models (default: %(default)s)")
     parser.add_argument("--temperature", type=float, default=1.0, help="of the samples (default: %(default)s)")
     parser.add_argument("--top-p", type=float, default=1.0, help="of the samples (default: %(default)s)")
-    parser.add_argument("--max-tokens", type=int, default=2048, help="token limit of an answer (paper: %(default)s)")
+    parser.add_argument("--max-tokens", type=positive, default=2048, help="token limit of an answer (paper: %(default)s)")
     add_engine_flags(parser)
     args = parser.parse_args()
     args.k = args.k or sorted({1, args.n} - {0})
-    if args.n and max(args.k) > args.n:
+    if args.k and max(args.k) > args.n:
         raise UserError(f"--k {max(args.k)}: pass@k needs n >= k samples, and --n is {args.n}")
     if args.critic and not args.n:
         raise UserError("--critic: best-of-n needs samples: give --n")
@@ -344,13 +347,13 @@ def main():
     if team.rank == 0:
         import_problems(args.test, test, args.overwrite)
         settings = {name: getattr(args, name) for name in ("n", "k", "system", "temperature", "top_p", "max_tokens", "seed")}
+        settings["models"] = list(models)
         inputs = {"test.jsonl": file_hash(test), **{f"model {name}": model_hash(path) for name, path in models.items()},
                   "critic": critic and model_hash(critic)}
         outputs = [args.run / name for name in ("answers.jsonl", "report.json", "report.md", "report.png")]
         summary = start_stage(args.run, "evaluate", settings, inputs, outputs, args.overwrite)
-    team.meet("started")
-    if summary:
-        return print_summary("evaluate", summary, ": complete already (--overwrite starts anew)")
+    if summary := team.share("summary", summary):
+        return team.rank > 0 or print_complete("evaluate", summary)
 
     problems = import_problems(None, test, False)
     jobs = [(folder, list(make_requests(name, folder, problems, args))) for name, folder in models.items()]
@@ -358,8 +361,7 @@ def main():
     answers = defaultdict(dict)  # {(model, kind): {id: [answer, ...]}}
     for _, line in read_jsonl(answers_path):
         answers[line["model"], line["kind"]][line["id"]] = line["answers"]
-    values = critic and end_values(critic, models, problems, {name: answers[name, "sampled"] for name in models}, args.system,
-                                   ROW_TOKENS)
+    values = critic and end_values(critic, models, problems, {name: answers[name, "sampled"] for name in models}, args.system)
     if team.rank > 0:
         return
     greedy, sampled = ({name: [answers[name, kind][problem["id"]] for problem in problems if answers[name, kind]]

@@ -21,12 +21,14 @@ import itertools
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
+import warnings
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -34,8 +36,11 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # read when torch is imported
+
 SYSTEM = ("Please reason step by step, one step a line, and put your final answer within \\boxed{}.")
-MATH_SECONDS = 5  # time for one comparison of two answers
+INTEGER = re.compile(r"[+-]?\d{1,1000}", re.ASCII)
+MATH_SECONDS = 5  # processor time for one comparison of two answers
 
 
 class UserError(Exception):
@@ -90,7 +95,11 @@ def grade(problem, response):
 def equivalent(gold, answer):
     """Whether two LaTeX answers mean the same."""
     gold, answer = gold.strip(), answer.strip()
-    return gold == answer or _math_workers.compare(gold, answer)
+    if gold == answer:
+        return True
+    if INTEGER.fullmatch(gold) and INTEGER.fullmatch(answer):
+        return int(gold) == int(answer)
+    return _math_workers.compare(gold, answer)
 
 
 class MathWorkers:
@@ -106,13 +115,14 @@ class MathWorkers:
             worker = subprocess.Popen([sys.executable, "-c", code], cwd=Path(__file__).parent, text=True,
                                       stdin=subprocess.PIPE, stdout=subprocess.PIPE)
             self.of_thread.worker = worker
-        worker.stdin.write(json.dumps([gold, answer]) + "\n")
-        worker.stdin.flush()
+        with contextlib.suppress(BrokenPipeError):
+            worker.stdin.write(json.dumps([gold, answer]) + "\n")
+            worker.stdin.flush()
         verdict = worker.stdout.readline()
         if not verdict:
             self.of_thread.worker = None
-            if worker.wait() != -signal.SIGALRM:
-                raise RuntimeError(f"the math-verify process ended with code {worker.returncode}")
+            if worker.wait() > 0:  # a signal (less than 0) is this comparison's fault; an exit code is the installation's
+                raise RuntimeError(f"the math-verify process ended with exit code {worker.returncode}")
         return verdict.strip() == "1"
 
 
@@ -122,17 +132,23 @@ def math_worker():
     from math_verify import parse, verify
     logging.disable()  # it warns that its own time limits are off
     for line in sys.stdin:
-        signal.alarm(MATH_SECONDS)  # SIGALRM's default action ends the process, wherever in sympy it hangs
+        signal.setitimer(signal.ITIMER_PROF, MATH_SECONDS)  # SIGPROF ends the process, wherever in sympy it hangs
         try:
             gold, answer = (parse(f"${text}$", parsing_timeout=None) for text in json.loads(line))
             right = bool(gold and answer) and verify(gold, answer, timeout_seconds=None)
         except Exception:  # whatever sympy trips over in what a model wrote, it is no right answer
             right = False
-        signal.alarm(0)
+        signal.setitimer(signal.ITIMER_PROF, 0)
         print(int(right), flush=True)
 
 
 _math_workers = MathWorkers()
+
+
+def grading_pool():
+    """Threads that grade: this rank's share of the cores, each with a math-verify process when it needs one."""
+    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    return ThreadPoolExecutor(max(1, min(16, os.cpu_count() // ranks_here)))
 
 
 def pass_at_k(n, right, k):
@@ -145,20 +161,31 @@ def pass_at_k(n, right, k):
 
 def read_jsonl(path):
     """Yield (line number, record) of a file with one JSON object a line."""
-    if not Path(path).exists():
+    if not Path(path).is_file():
         raise UserError(f"{path}: no such file")
     opener = gzip.open if str(path).endswith(".gz") else open
     with opener(path, "rb") as file:
-        for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
+        number, lines = 0, iter(file)
+        while True:
             try:
-                record = json.loads(line)
-            except ValueError as error:
-                raise UserError(f"{path}:{number}: not JSON ({error}): mend the line or take it out") from None
-            if not isinstance(record, dict):
-                raise UserError(f"{path}:{number}: not a JSON object: each line must be one, like {{\"problem\": ...}}")
-            yield number, record
+                line = next(lines, None)
+            except (OSError, EOFError) as error:
+                raise UserError(f"{path}: cannot be read after line {number} ({error})") from None
+            if line is None:
+                return
+            number += 1
+            if line.strip():
+                yield number, parse_record(path, number, line)
+
+
+def parse_record(path, number, line):
+    try:
+        record = json.loads(line)
+    except ValueError as error:
+        raise UserError(f"{path}:{number}: not JSON ({error}): mend the line or take it out") from None
+    if not isinstance(record, dict):
+        raise UserError(f"{path}:{number}: not a JSON object: each line must be one, like {{\"problem\": ...}}")
+    return record
 
 
 @contextlib.contextmanager
@@ -185,8 +212,9 @@ def load_problems(path):
     if str(path).endswith(".json"):
         try:
             records = list(enumerate(json.loads(Path(path).read_text()), 1))
-        except (OSError, ValueError) as error:
-            raise UserError(f"{path}: cannot be read as a JSON array ({error})") from None
+            assert all(isinstance(record, dict) for _, record in records), "it holds something else than objects"
+        except (OSError, ValueError, TypeError, AssertionError) as error:
+            raise UserError(f"{path}: cannot be read as a JSON array of objects ({error})") from None
     else:
         records = list(read_jsonl(path))
     problems, line_of = [], {}
@@ -217,7 +245,7 @@ def gold_answer(record):
         answer = record["answer"]
     else:
         answer = last_boxed(str(record.get("solution", "")))
-    answer = "" if answer is None else str(answer)
+    answer = str(answer) if isinstance(answer, (str, int, float)) else ""
     answer = answer.rsplit("####", 1)[-1].strip()
     return answer.removeprefix("$").removesuffix("$").strip()
 
@@ -226,7 +254,7 @@ def import_problems(source, target, overwrite):
     """Copy a data file into the run in load_problems' form, or read the one that is there -> problems."""
     if source is None:
         if not target.exists():
-            raise UserError(f"{target}: no such file: name a data file to import")
+            raise UserError(f"{target}: no such file: import a data file with {'--test' if target.name == 'test.jsonl' else '--problems'}")
         return load_problems(target)
     problems = load_problems(source)
     if target.exists() and not overwrite and load_problems(target) != problems:
@@ -255,11 +283,16 @@ def start_stage(run, stage, settings, inputs, outputs, overwrite):
     path = run / f"{stage}.json"
     if overwrite:
         for output in outputs:
-            for old in [*run.glob(output.name), *run.glob(f"{output.name}.*")]:
-                shutil.rmtree(old) if old.is_dir() else old.unlink()
+            for ending in ("", ".tmp", ".part-*", ".ckpt-*", ".ckpt.tmp"):
+                for old in run.glob(output.name + ending):
+                    shutil.rmtree(old) if old.is_dir() else old.unlink()
         path.unlink(missing_ok=True)
     now = json.loads(json.dumps({"settings": settings, "inputs": inputs}))
     if not path.exists():
+        for output in outputs:
+            if output.exists():
+                raise UserError(f"{output}: is there without {path.name}, which says how it was made: move it away, or "
+                                "--overwrite to start anew")
         write_json(path, now)
         return None
     made = json.loads(path.read_text())
@@ -268,22 +301,26 @@ def start_stage(run, stage, settings, inputs, outputs, overwrite):
         if made["settings"].get(name) != value:
             raise UserError(f"{path}: --{name.replace('_', '-')} was {made['settings'].get(name)!r} for the outputs that "
                             f"are there and is {value!r} now: {remedy}")
-    for name, value in now["inputs"].items():
-        if made["inputs"].get(name) != value:
-            raise UserError(f"{path}: the outputs that are there were made from another {name} "
-                            f"({made['inputs'].get(name)}, now {value}): {remedy}")
+    for name in {**made["inputs"], **now["inputs"]}:
+        then, value = made["inputs"].get(name), now["inputs"].get(name)
+        if then != value:
+            raise UserError(f"{path}: the outputs that are there were made from another {name} ({then}, now {value}): {remedy}")
     return made.get("summary") if all(output.exists() for output in outputs) else None
 
 
-def finish_stage(run, stage, summary):
-    """Keep a stage's summary beside its settings (a stage with a summary is complete) and print it."""
+def finish_stage(run, stage, summary, **more):
+    """Keep a stage's summary, and more, beside its settings (a stage with a summary is complete); print the summary."""
     path = run / f"{stage}.json"
-    write_json(path, {**json.loads(path.read_text()), "summary": summary})
+    write_json(path, {**json.loads(path.read_text()), "summary": summary, **more})
     print_summary(stage, summary)
 
 
-def print_summary(stage, summary, note=""):
-    print(f"\n{stage}{note}")
+def print_complete(stage, summary):
+    print_summary(f"{stage}: complete already (--overwrite starts anew)", summary)
+
+
+def print_summary(title, summary):
+    print(f"\n{title}")
     for name, value in summary.items():
         shown = f"{value:,}" if isinstance(value, int) else f"{value:.4g}" if isinstance(value, float) else value
         print(f"  {name:38} {shown}")
@@ -357,7 +394,11 @@ class Team:
         if "LOCAL_RANK" in os.environ:  # must come before CUDA starts
             first = int(os.environ["LOCAL_RANK"]) * gpus_per_rank
             seen = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(first + gpus_per_rank)))
-            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(seen.split(",")[first:first + gpus_per_rank])
+            mine = seen.split(",")[first:first + gpus_per_rank]
+            if len(mine) < gpus_per_rank:
+                raise UserError(f"rank {self.rank}: too few GPUs are visible ({seen}) for --tensor-parallel {gpus_per_rank}: "
+                                "start fewer ranks")
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(mine)
         if self.size > 1:
             from torch.distributed import rendezvous
             self.store = next(rendezvous("env://"))[0]
@@ -368,6 +409,16 @@ class Team:
             self.store.add(place, 1)
             while self.store.add(place, 0) < self.size:
                 time.sleep(0.2)
+
+    def share(self, name, value):
+        """Rank 0's value, on every rank, once rank 0 has come here."""
+        if self.size == 1:
+            return value
+        if self.rank == 0:
+            self.store.set(name, json.dumps(value))
+        while not self.store.check([name]):
+            time.sleep(0.2)
+        return json.loads(self.store.get(name))
 
 
 @dataclass
@@ -400,7 +451,7 @@ class Sampler:
         limit = getattr(AutoConfig.from_pretrained(folder), "max_position_embeddings", length)
         if length > limit:
             raise UserError(f"problem {longest.record['id']}: {len(longest.prompt)} prompt tokens and {longest.max_tokens} "
-                            f"new ones do not fit the {limit} positions of {folder}: lower --max-tokens")
+                            f"new ones do not fit the {limit} positions of {folder}: sample with a lower --max-tokens")
         self.tokenizer = load_tokenizer(folder)
         self.llm = start_engine(folder, length, args)
 
@@ -434,6 +485,7 @@ class Sampler:
 
 def start_engine(folder, length, args):
     """vLLM's LLM for contexts of up to `length` tokens."""
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # is_available() must not start CUDA before vLLM forks
     import torch
     options = {"dtype": "bfloat16", "gpu_memory_utilization": args.gpu_memory}
     if not torch.cuda.is_available():
@@ -444,6 +496,7 @@ def start_engine(folder, length, args):
         options = {"dtype": "float32", "enforce_eager": True, "block_size": 32, "enable_chunked_prefill": False,
                    "max_num_batched_tokens": max(length, 2048), "max_num_seqs": 256}
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
     try:
         from vllm import LLM
     except ImportError as error:
@@ -462,7 +515,7 @@ def sample(sampler, requests, title):
     """
     right = total = tokens = 0
     started, grading = time.time(), deque()
-    with ThreadPoolExecutor(os.cpu_count()) as pool, progress_bar(len(requests), title) as bar:
+    with grading_pool() as pool, progress_bar(len(requests), title) as bar:
 
         def graded():
             nonlocal right, total, tokens
@@ -497,8 +550,8 @@ def progress_bar(total, title, unit="requests", initial=0):
 class Shards:
     """The unfinished output of a sampling stage: PATH.part-R holds whole lines of rank R.
 
-    A rank samples every WORLD_SIZE-th request of the full list that no shard holds yet and appends to its own shard. A
-    line that was torn by an interruption is dropped and sampled again. Rank 0 merges the shards when all are done.
+    A rank samples what no shard holds yet of every WORLD_SIZE-th problem and appends to its own shard. A line that was
+    torn by an interruption is dropped and sampled again. Rank 0 merges the shards when all are done.
     """
 
     def __init__(self, path, key_fields, team):
@@ -522,8 +575,11 @@ class Shards:
 
     def missing(self, requests):
         """This rank's share of the requests, without those that a shard holds."""
-        held = {key for key, *_ in self.lines()}
-        return [r for r in requests[self.team.rank::self.team.size] if self.key(r.record) not in held]
+        held, number = {key for key, *_ in self.lines()}, {}
+        for request in requests:
+            number.setdefault(request.problem["id"], len(number))
+        return [request for request in requests if self.key(request.record) not in held
+                and number[request.problem["id"]] % self.team.size == self.team.rank]
 
     def append(self, results):
         """Write a line {**request.record, field: completions} for every result (line: that dict)."""
@@ -554,13 +610,15 @@ class Shards:
 def sample_stage(jobs, path, key_fields, field, args, team, keep=("text", "ids", "reward", "finish")):
     """Sample into the file at path, a line {**request.record, field: completions} a request, going on where an
     interrupted run stopped. jobs: [(model folder, requests), ...]."""
-    if path.exists():
-        return
     shards = Shards(path, key_fields, team)
+    if team.share(f"{path} is there", path.exists()):
+        for part in shards.parts() if team.rank == 0 else []:  # left when rank 0 was stopped right after merging
+            part.unlink()
+        return
     for folder, requests in jobs:
         todo = shards.missing(requests)
-        if team.rank == 0 and len(todo) < len(requests[::team.size]):
-            print(f"{path}: going on, {len(todo):,} requests to {folder} left")
+        if team.rank == 0 and any(shards.lines()):
+            print(f"{path}: going on, {len(todo):,} requests to {folder.name} left", flush=True)
         if todo:
             sampler = Sampler(folder, todo, args)
             shards.append({**request.record, field: [{name: completion[name] for name in keep} for completion in completions]}
@@ -589,6 +647,14 @@ def summarise(path):
             "tokens sampled": tokens}
 
 
+def positive(text):
+    """A number above 0, as an argparse type."""
+    number = float(text)
+    if number <= 0:
+        raise argparse.ArgumentTypeError(f"{text} is not above 0")
+    return int(text) if number == int(number) and "." not in text and "e" not in text else number
+
+
 def add_run_flags(parser):
     parser.add_argument("--run", type=Path, default=Path("runs/toy"), help="the run folder (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="random seed (default: %(default)s)")
@@ -597,8 +663,8 @@ def add_run_flags(parser):
 
 def add_engine_flags(parser):
     engine = parser.add_argument_group("vLLM")
-    engine.add_argument("--tensor-parallel", type=int, default=1, help="GPUs an engine (default: %(default)s)")
-    engine.add_argument("--gpu-memory", type=float, default=0.9, help="share of each GPU's memory (default: %(default)s)")
+    engine.add_argument("--tensor-parallel", type=positive, default=1, help="GPUs an engine (default: %(default)s)")
+    engine.add_argument("--gpu-memory", type=positive, default=0.9, help="share of each GPU's memory (default: %(default)s)")
 
 
 def parse_args():
@@ -608,10 +674,10 @@ def parse_args():
     parser.add_argument("--model", help="the policy: a folder or a name on the hub (default: RUN/policy)")
     parser.add_argument("--system", default=SYSTEM, help="system prompt of chat models (default: %(default)s)")
     sampling = parser.add_argument_group("sampling")
-    sampling.add_argument("--solutions", type=int, default=32, help="solutions a problem (paper: %(default)s)")
+    sampling.add_argument("--solutions", type=positive, default=32, help="solutions a problem (paper: %(default)s)")
     sampling.add_argument("--temperature", type=float, default=1.0, help="1 samples from pi_ref itself (default: %(default)s)")
     sampling.add_argument("--top-p", type=float, default=1.0, help="1 samples from pi_ref itself (default: %(default)s)")
-    sampling.add_argument("--max-tokens", type=int, default=2048, help="token limit of a solution (default: %(default)s)")
+    sampling.add_argument("--max-tokens", type=positive, default=2048, help="token limit of a solution (default: %(default)s)")
     add_engine_flags(parser)
     return parser.parse_args()
 
@@ -628,11 +694,10 @@ def main():
                     ("solutions", "temperature", "top_p", "max_tokens", "system", "seed")}
         inputs = {"problems.jsonl": file_hash(args.run / "problems.jsonl"), "policy": model_hash(folder)}
         summary = start_stage(args.run, "generate", settings, inputs, [output], args.overwrite)
-        record = stage_record(args.run, "generate")
-        write_json(args.run / "generate.json", {**record, "model": str(args.model or folder)})
-    team.meet("started")
-    if summary:
-        return print_summary("generate", summary, ": complete already (--overwrite starts anew)")
+        record, is_folder = stage_record(args.run, "generate"), Path(args.model or folder).is_dir()
+        write_json(args.run / "generate.json", {**record, "model": str(folder.resolve() if is_folder else args.model)})
+    if summary := team.share("summary", summary):
+        return team.rank > 0 or print_complete("generate", summary)
 
     tokenizer, requests = load_tokenizer(folder), []
     for problem in load_problems(args.run / "problems.jsonl"):

@@ -26,8 +26,8 @@ import json
 import random
 
 from generate import (Request, Team, UserError, add_engine_flags, add_run_flags, decode, file_hash, find_model,
-                      finish_stage, load_tokenizer, model_hash, print_summary, read_jsonl, run_stage, sample_stage,
-                      stage_record, start_stage, whole_file)
+                      finish_stage, load_tokenizer, model_hash, positive, print_complete, read_jsonl, run_stage,
+                      sample_stage, stage_record, start_stage, whole_file)
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Steps: cut out of the sampled token ids, never tokenised again
@@ -203,8 +203,8 @@ def write_trees(trees, completions, target):
 def parse_args():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_run_flags(parser)
-    parser.add_argument("--select", type=int, default=6, help="solutions a problem to label (paper: %(default)s)")
-    parser.add_argument("--completions", type=int, default=16, help="completions a state, N and M (paper: %(default)s)")
+    parser.add_argument("--select", type=positive, default=6, help="solutions a problem to label (paper: %(default)s)")
+    parser.add_argument("--completions", type=positive, default=16, help="completions a state, N and M (paper: %(default)s)")
     add_engine_flags(parser)
     return parser.parse_args()
 
@@ -217,15 +217,14 @@ def main():
     output, completions, summary = args.run / "trees.jsonl", args.run / "completions.jsonl", None
     settings = {"select": args.select, "completions": args.completions, "seed": args.seed}
     if team.rank == 0:
-        if "summary" not in generate:
+        if "summary" not in generate or not solutions.exists():
             raise UserError(f"{solutions}: not complete: run generate.py with the same --run again")
         if model_hash(folder) != generate["inputs"]["policy"]:
             raise UserError(f"{folder}: not the policy that sampled {solutions}: its weights have changed")
         inputs = {"solutions.jsonl": file_hash(solutions), "policy": model_hash(folder)}
         summary = start_stage(args.run, "label", settings, inputs, [output, completions], args.overwrite)
-    team.meet("started")
-    if summary:
-        return print_summary("label", summary, ": complete already (--overwrite starts anew)")
+    if summary := team.share("summary", summary):
+        return team.rank > 0 or print_complete("label", summary)
 
     tokenizer = load_tokenizer(folder)
     trees = [Tree(row, tokenizer, args.select, args.seed) for _, row in read_jsonl(solutions)]
@@ -241,7 +240,7 @@ def main():
         finish_stage(args.run, "label", {
             "problems": len(trees), "states on the selected solutions": passes, "states completed": len(requests),
             "tokens saved (equal states, roots)": f"about {1 - here / everywhere:.0%}" if everywhere else "none",
-            **write_trees(trees, completions, output)})
+            **write_trees(trees, completions, output)}, trees=file_hash(output))
 
 
 if __name__ == "__main__":

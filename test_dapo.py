@@ -29,7 +29,7 @@ import numpy as np
 import pytest
 import torch
 
-from generate import UserError, run_stage, stage_record
+from generate import UserError, file_hash, run_stage
 
 HERE = Path(__file__).parent
 
@@ -755,10 +755,10 @@ def lines_in_shards(path):
 
 @pytest.fixture(scope="session")
 def toy(tmp_path_factory):
-    """A run of all five stages on the toy, with half of the demo's problems."""
+    """A run of all five stages on the toy, with half of the demo's problems, and so twice its epochs for the critic."""
     run = tmp_path_factory.mktemp("runs") / "toy"
     make_toy(run, seed=0, n_problems=512, n_test=128)
-    for command in toy_commands(run, seed=0):
+    for command in toy_commands(run, seed=0, epochs=8):
         run_script(command)
     return run
 
@@ -770,8 +770,9 @@ def small(toy, tmp_path_factory):
     run.mkdir()
     for name in ("problems.jsonl", "test.jsonl", "solutions.jsonl", "trees.jsonl"):
         (run / name).write_text("".join((toy / name).read_text().splitlines(keepends=True)[:SMALL]))
-    for name in ("generate.json", "label.json"):
-        shutil.copy(toy / name, run)
+    shutil.copy(toy / "generate.json", run)
+    label = json.loads((toy / "label.json").read_text())
+    (run / "label.json").write_text(json.dumps({**label, "trees": file_hash(run / "trees.jsonl")}))
     shutil.copytree(toy / "policy", run / "policy")
     return run
 
@@ -845,7 +846,7 @@ def test_monte_carlo_values_are_unbiased(toy):
     for left, (difference, variance, states) in sums.items():
         assert abs(difference) / math.sqrt(variance) < 4.5, (left, difference, variance, states)
     # the statistic has the power to see a bias of 5 points
-    assert all(0.05 * 4 * states / math.sqrt(variance) > 4.5 for left, (_, variance, states) in sums.items() if left < 3)
+    assert all(0.05 * 4 * states / math.sqrt(variance) > 4.5 for left, (_, variance, states) in sums.items() if left < 2)
 
 
 def test_the_critic_on_unseen_problems(toy):
@@ -862,10 +863,10 @@ def test_before_the_first_step_the_log_ratio_is_zero(toy):
     values = load_file(toy / "values.safetensors")["values"]
     train, _, advantage, _ = choose_pairs(toy, values, 0.1, seed=0)
     groups = pack(train, 1024)
-    first = make_batches([sum(len(row.nodes) for row in group) for group in groups], 192, 8, 0)[0]
+    first = make_batches([sum(len(row.nodes) for row in group) for group in groups], 96, 8, 0)[0]
     nodes = np.concatenate([row.nodes for group in first for row in groups[group]])
     line = next(line for line in read_lines(toy / "log.jsonl") if line["stage"] == "train_actor")
-    assert line["abs_log_ratio"] == 0.0 and line["pairs"] == len(nodes) >= 192
+    assert line["abs_log_ratio"] == 0.0 and line["pairs"] == len(nodes) >= 96
     assert line["loss"] == pytest.approx((0.5 * (advantage[nodes] / 0.3) ** 2).mean().item(), rel=1e-5)
 
 
@@ -938,7 +939,7 @@ def trained(small, toy, tmp_path_factory):
     commands = {
         "train_critic": "train_critic.py --run {run} --critic {run}/policy --lr 1e-3 --batch 64 --epochs 2 --max-tokens 512 "
                         "--save-every 2 --seed 0",
-        "train_actor": "train_actor.py --run {run} --beta 0.3 --gap 0.05 --lr 1e-4 --batch 24 --epochs 2 --max-tokens 512 "
+        "train_actor": "train_actor.py --run {run} --beta 0.3 --gap 0.0 --lr 1e-4 --batch 64 --epochs 2 --max-tokens 512 "
                        "--save-every 2 --seed 0"}
     run = copy_of(small, tmp_path_factory.mktemp("runs") / "trained", "policy", "trees.jsonl", "generate.json", "label.json")
     for command in commands.values():
@@ -1012,6 +1013,8 @@ def error_of(monkeypatch, capsys, stage, *arguments):
     monkeypatch.setattr(sys, "argv", [f"{stage}.py", *map(str, arguments)])
     with pytest.raises(SystemExit) as ended:
         run_stage(module.main)
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
     assert ended.value.code == 2
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     assert len(lines) == 1
@@ -1071,7 +1074,11 @@ def test_other_settings_and_other_files(monkeypatch, capsys, toy, trained, tmp_p
     assert "train_critic.json: --lr was 0.001" in error("train_critic", run, "--critic", run / "policy", "--lr", 1)
     lines = (run / "trees.jsonl").read_text().splitlines(keepends=True)
     (run / "trees.jsonl").write_text("".join(lines[:-1]))
+    assert "trees.jsonl: not the file that label.py wrote" in error("train_actor", run)
+    label = json.loads((run / "label.json").read_text())
+    (run / "label.json").write_text(json.dumps({**label, "trees": file_hash(run / "trees.jsonl")}))
     assert "values.safetensors: was made from another trees" in error("train_actor", run)
+    (run / "label.json").write_text(json.dumps(label))
     (run / "trees.jsonl").write_text("".join(lines))
     assert "no state has max A - min A >= 2.0" in error("train_actor", run, "--gap", 2)
     shutil.rmtree(run / "policy")
@@ -1092,21 +1099,24 @@ def test_a_complete_stage_is_not_run_again_and_overwrite_removes_its_outputs_alo
 
 
 @pytest.mark.parametrize("stage", ["generate", "label", "train_critic", "train_actor", "evaluate"])
-def test_help_names_every_flag_and_its_default(stage):
-    output = run_script(f"{stage}.py --help")
-    assert "Reads:" in output and "Writes:" in output and "--overwrite" in output and "torchrun" in output
+def test_help_is_the_manual(monkeypatch, capsys, stage):
+    monkeypatch.setattr(sys, "argv", [f"{stage}.py", "--help"])
+    with pytest.raises(SystemExit) as ended:
+        importlib.import_module(stage).parse_args()
+    output = capsys.readouterr().out
+    assert ended.value.code == 0 and "Reads:" in output and "Writes:" in output and "--overwrite" in output and "torchrun" in output
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The demo
 
-def toy_commands(run, seed):
-    """The five stages with the toy's own settings."""
+def toy_commands(run, seed, epochs=4):
+    """The five stages with the toy's own settings. epochs: the critic's."""
     common, training = f"--run {run} --seed {seed}", "--max-tokens 1024 --no-recompute"
     return [f"generate.py {common} --solutions 4 --max-tokens 64",
             f"label.py {common} --select 2 --completions 4",
-            f"train_critic.py {common} --critic {run}/policy --lr 3e-3 --batch 96 --epochs 4 {training}",
-            f"train_actor.py {common} --beta 0.3 --lr 1e-4 --batch 192 --epochs 8 {training}",
+            f"train_critic.py {common} --critic {run}/policy --lr 3e-3 --batch 96 --epochs {epochs} {training}",
+            f"train_actor.py {common} --beta 0.3 --lr 1e-4 --batch 96 --epochs 8 {training}",
             f"evaluate.py {common} --n 4 --max-tokens 64 --critic {run}/critic"]
 
 

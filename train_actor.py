@@ -16,7 +16,7 @@ Writes:  RUN/ref_logps.safetensors  log pi_ref(a|s) of every trained node (NaN e
 Departs from the paper: a batch takes whole trees until it has --batch pairs, so it holds fewer problems than shuffled
 pairs would.
 
-Laptop:  python train_actor.py --run runs/toy --beta 0.3 --lr 1e-4 --batch 192 --epochs 8
+Laptop:  python train_actor.py --run runs/toy --beta 0.3 --lr 1e-4 --batch 96 --epochs 8
 GPUs:    torchrun --nproc-per-node 8 -- train_actor.py --run runs/math
 Interrupted? Run the same command again: it goes on from its last checkpoint, to the same weights.
 """
@@ -30,9 +30,9 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint as recompute
 from transformers import AutoModelForCausalLM
 
-from generate import (UserError, add_run_flags, file_hash, find_model, finish_stage, model_hash, print_summary, run_stage,
-                      stage_record, start_stage)
-from train_critic import (Checkpoint, Log, Steps, World, add_training_flags, check_trees, deal, forward_row,
+from generate import (UserError, add_run_flags, file_hash, find_model, finish_stage, model_hash, positive, print_complete,
+                      run_stage, stage_record, start_stage)
+from train_critic import (Checkpoint, Log, Steps, World, add_training_flags, check_not_overwritten, check_trees, deal, forward_row,
                           learning_rate, load_model, load_values, make_batches, make_optimizer, optimizer_step, pack,
                           quiet_libraries, read_trees, remove_checkpoints, save_model, save_values, saved_dtype, training_settings)
 
@@ -155,7 +155,7 @@ def choose_pairs(run, values, min_gap, seed):
         steps = Steps(tree["id"], first, [node["parent"] for node in nodes], [node["ids"] for node in nodes], wanted)
         for of_state in of_states.values():
             if gap(of_state) < min_gap or not of_state:
-                filtered.append((steps, list(of_state)))
+                filtered += [(steps, list(of_state))] if of_state else []
                 continue
             wanted += of_state
             n["states trained on"] += 1
@@ -169,7 +169,7 @@ def choose_pairs(run, values, min_gap, seed):
         if wanted:
             train.append(steps)
     sample = random.Random(seed).sample(filtered, min(DRIFT_STATES, len(filtered)))
-    drift = [Steps(steps.name, steps.first, steps.parents, steps.tokens, actions) for steps, actions in sample if actions]
+    drift = [Steps(steps.name, steps.first, steps.parents, steps.tokens, actions) for steps, actions in sample]
     return train, drift, advantage, n
 
 
@@ -275,7 +275,7 @@ def parse_args():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_run_flags(parser)
     method = parser.add_argument_group("method")
-    method.add_argument("--beta", type=float, default=0.01, help="weight of KL(pi || pi_ref): the target log-ratio is A/beta, "
+    method.add_argument("--beta", type=positive, default=0.01, help="weight of KL(pi || pi_ref): the target log-ratio is A/beta, "
                         "so a smaller beta asks for a larger move (paper: 0.01 or 0.02; default: %(default)s)")
     method.add_argument("--gap", type=float, default=0.1, help="least max A - min A of a state to be trained on "
                         "(paper: %(default)s)")
@@ -292,6 +292,7 @@ def main():
     folder = find_model(stage_record(args.run, "generate")["model"])
     if model_hash(folder) != policy_hash:
         raise UserError(f"{folder}: not the policy that the trees were sampled from: its weights have changed")
+    check_not_overwritten(folder, args.run / "actor")
     values = load_values(args.run / "values.safetensors", trees=trees_hash, policy=policy_hash)
     world, summary, outputs = World(), None, [args.run / "actor", args.run / "ref_logps.safetensors"]
     made_from = {"trees": trees_hash, "policy": policy_hash}
@@ -302,7 +303,8 @@ def main():
     summary = [summary]
     dist.broadcast_object_list(summary)
     if summary[0]:
-        return world.rank == 0 and print_summary("train_actor", summary[0], ": complete already (--overwrite starts anew)")
+        remove_checkpoints(args.run / "actor")
+        return world.rank > 0 or print_complete("train_actor", summary[0])
     summary = train(args, world, folder, values, made_from)
     if world.rank == 0:
         finish_stage(args.run, "train_actor", {**summary, "actor": model_hash(args.run / "actor")})

@@ -44,7 +44,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 from transformers import AttentionInterface, AutoConfig, AutoModelForTokenClassification
 
 from generate import (UserError, add_run_flags, file_hash, find_model, finish_stage, load_tokenizer, model_hash,
-                      print_summary, progress_bar, read_jsonl, render_prompt, run_stage, stage_record, start_stage, write_json)
+                      positive, print_complete, progress_bar, read_jsonl, render_prompt, run_stage, stage_record, start_stage)
 
 PAD_TO = 128  # rows are padded to a multiple of this many tokens: the block size of the attention
 
@@ -183,7 +183,7 @@ def tree_mask(row, device):
     return blocks
 
 
-_flex_attention = torch.compile(flex_attention, dynamic=True)
+_flex_attention = torch.compile(flex_attention, dynamic=True, fullgraph=True)
 
 
 def tree_attention(module, query, key, value, attention_mask, scaling=None, tree=None, **kwargs):
@@ -274,7 +274,9 @@ def load_model(auto_class, folder, world, recompute=True, wrap=lambda model: mod
                                      reduce_dtype=torch.float32)
     for block in model.get_decoder().layers:
         fully_shard(block, mesh=world.mesh, mp_policy=precision)
-    root = fully_shard(wrap(model), mesh=world.mesh, mp_policy=precision)
+    # Left unsharded after a forward pass, as is FSDP's default for the root, its parameters would not be those that the
+    # optimiser and the checkpoints are given.
+    root = fully_shard(wrap(model), mesh=world.mesh, mp_policy=precision, reshard_after_forward=True)
     root.to_empty(device=world.device)
     set_model_state_dict(model, weights, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
     filled = dict(source.named_buffers()) if source else {}
@@ -354,7 +356,7 @@ class Checkpoint:
 def remove_checkpoints(target):
     """Once a stage is complete."""
     for folder in target.parent.glob(f"{target.name}.ckpt-*"):
-        shutil.rmtree(folder)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 class Log:
@@ -364,7 +366,8 @@ class Log:
         self.path, self.stage, self.steps, self.world = run / "log.jsonl", stage, steps, world
         self.bar = progress_bar(steps, stage, "steps", initial=done)
         if world.rank == 0 and self.path.exists():
-            kept = [line for _, line in read_jsonl(self.path) if line["stage"] != stage or line["step"] <= done]
+            whole = [json.loads(line) for line in self.path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+            kept = [line for line in whole if line["stage"] != stage or line["step"] <= done]
             part = Path(f"{self.path}.tmp")
             part.write_text("".join(json.dumps(line) + "\n" for line in kept))
             part.replace(self.path)
@@ -389,9 +392,9 @@ class Log:
 # The optimiser step
 
 def make_batches(sizes, batch, epochs, seed):
-    """Deal groups into optimiser steps: each epoch's groups in a seeded order, taken until a step has `batch` pairs (or
-    states). sizes: pairs of each group -> a list of group numbers for every step. A last step of less than half a batch
-    joins the one before it."""
+    """Deal groups into optimiser steps: the epochs' groups, each epoch's in a seeded order of its own, are one stream, taken
+    from until a step has `batch` pairs (or states). sizes: pairs of each group -> a list of group numbers for every step. A
+    last step of less than half a batch joins the one before it."""
     stream = []
     for epoch in range(epochs):
         order = [group for group, size in enumerate(sizes) if size]
@@ -438,13 +441,16 @@ def make_optimizer(model):
 def optimizer_step(model, optimizer, rows, row_loss, lr, clip, world):
     """One optimiser step on rows -> the gradient's norm.
 
-    row_loss(row) is the row's share of the loss: its sum, divided by the count of the *whole* step. FSDP averages
-    gradients over the ranks, so it is multiplied by their number.
+    row_loss(row, weight) is the row's share of the loss: its sum, divided by the count of the *whole* step; a weight of 0
+    marks a row that only keeps the ranks in step. FSDP averages gradients over the ranks, so the loss is multiplied by
+    their number.
     """
     for row, weight in deal(rows, world.size)[world.rank]:
         (row_loss(row, weight) * weight * world.size).backward()
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
     norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+    if not math.isfinite(norm.item()):
+        raise UserError("the gradient is not finite: nothing was changed; go on from the last checkpoint with a lower --lr")
     for group in optimizer.param_groups:
         group["lr"] = lr
     optimizer.step()
@@ -644,22 +650,22 @@ def load_values(path, name="values", **made_from):
         for what, expected in made_from.items():
             found = (file.metadata() or {}).get(what)
             if found != expected:
-                raise UserError(f"{path}: was made from another {what} ({found}, now {expected}): make it again with the "
-                                "stage before, or restore the file that it was made from")
+                raise UserError(f"{path}: was made from another {what} ({found}, now {expected}): run the stage that wrote it "
+                                "with --overwrite, or restore what it was made from")
         return file.get_tensor(name)
 
 
 def add_training_flags(parser, batch, unit, lr):
     training = parser.add_argument_group("training")
-    training.add_argument("--lr", type=float, default=lr, help="peak learning rate (paper: %(default)s)")
-    training.add_argument("--batch", type=int, default=batch, help=f"{unit} an optimiser step (paper: %(default)s)")
-    training.add_argument("--epochs", type=int, default=1, help="passes over the data (paper: %(default)s)")
-    training.add_argument("--clip", type=float, default=1.0, help="largest norm of the gradient (default: %(default)s)")
-    training.add_argument("--max-tokens", type=int, default=16384, help="tokens a row, the unit of a forward and backward "
+    training.add_argument("--lr", type=positive, default=lr, help="peak learning rate (paper: %(default)s)")
+    training.add_argument("--batch", type=positive, default=batch, help=f"{unit} an optimiser step (paper: %(default)s)")
+    training.add_argument("--epochs", type=positive, default=1, help="passes over the data (default: %(default)s)")
+    training.add_argument("--clip", type=positive, default=1.0, help="largest norm of the gradient (default: %(default)s)")
+    training.add_argument("--max-tokens", type=positive, default=16384, help="tokens a row, the unit of a forward and backward "
                           "pass: lower it when memory runs out (default: %(default)s)")
     training.add_argument("--recompute", action=argparse.BooleanOptionalAction, default=True, help="compute activations "
                           "again in the backward pass: far less memory, a third more time (default: yes)")
-    training.add_argument("--save-every", type=int, default=50, help="steps between checkpoints (default: %(default)s)")
+    training.add_argument("--save-every", type=positive, default=50, help="steps between checkpoints (default: %(default)s)")
     training.add_argument("--save-dtype", choices=["float32", "bfloat16"], help="of the saved weights (default: as loaded)")
 
 
@@ -674,7 +680,15 @@ def check_trees(run):
     path, label = run / "trees.jsonl", stage_record(run, "label")
     if not path.exists() or "summary" not in label:
         raise UserError(f"{path}: not complete: run label.py with the same --run again")
-    return file_hash(path), label["inputs"]["policy"]
+    if file_hash(path) != label["trees"]:
+        raise UserError(f"{path}: not the file that label.py wrote: restore it, or run label.py with --overwrite")
+    return label["trees"], label["inputs"]["policy"]
+
+
+def check_not_overwritten(source, target):
+    """A stage must not read the folder that it writes, since --overwrite removes that one first."""
+    if source.resolve() == target.resolve():
+        raise UserError(f"{source}: is what this stage writes: use another --run, or move it and name its new place")
 
 
 def parse_args():
@@ -694,6 +708,7 @@ def main():
     trees_path, values_path, critic = args.run / "trees.jsonl", args.run / "values.safetensors", args.run / "critic"
     trees_hash, policy = check_trees(args.run)
     base, generate = find_model(args.critic), stage_record(args.run, "generate")
+    check_not_overwritten(base, critic)
     world, summary = World(), None
     if world.rank == 0:
         summary = start_stage(args.run, "train_critic", training_settings(args, "holdout"),
@@ -701,7 +716,8 @@ def main():
     summary = [summary]
     dist.broadcast_object_list(summary)
     if summary[0]:
-        return world.rank == 0 and print_summary("train_critic", summary[0], ": complete already (--overwrite starts anew)")
+        remove_checkpoints(critic)
+        return world.rank > 0 or print_complete("train_critic", summary[0])
 
     tokenizer = load_tokenizer(base)
     same = tokenizer.get_vocab() == load_tokenizer(find_model(generate["model"])).get_vocab()
@@ -715,18 +731,17 @@ def main():
                         node_tokens(tree, tokenizer, same, generate["settings"]["system"]), list(wanted)), \
                 held_out(tree, args.holdout)
 
+    groups = pack((steps for steps, _ in tree_steps(every_node=True)), args.max_tokens)  # first: a path may be too long
     if not critic.exists():
         train(args, world, tree_steps, labels, len(labels))
-    groups = pack((steps for steps, _ in tree_steps(every_node=True)), args.max_tokens)
     model = load_model(AutoModelForTokenClassification, critic, world)
     values = predict(model, groups, len(labels), world, "scoring every node")
     if world.rank == 0:
         save_values(values_path, values, trees=trees_hash, critic=model_hash(critic), policy=policy)
         numbers = judge_held_out(trees_path, values, args.holdout)
         table = numbers.pop("calibration", [])
-        finish_stage(args.run, "train_critic", {"nodes scored": len(values), "mean V": values.mean().item(), **numbers})
-        record = stage_record(args.run, "train_critic")
-        write_json(args.run / "train_critic.json", {**record, "calibration": table})
+        finish_stage(args.run, "train_critic", {"nodes scored": len(values), "mean V": values.mean().item(),
+                                                "held-out states": 0, **numbers}, calibration=table)
         remove_checkpoints(critic)
         print("  calibration: " + "  ".join(f"{row['V']:.2f}->{row['Monte-Carlo']:.2f} ({row['states']})" for row in table))
     dist.barrier()
