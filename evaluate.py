@@ -327,10 +327,10 @@ def parse_args():
     parser.add_argument("--system", default=SYSTEM, help="system prompt of chat models (default: %(default)s)")
     parser.add_argument("--temperature", type=float, default=1.0, help="of the samples (default: %(default)s)")
     parser.add_argument("--top-p", type=float, default=1.0, help="of the samples (default: %(default)s)")
-    parser.add_argument("--max-tokens", type=positive, default=2048, help="token limit of an answer (paper: %(default)s)")
+    parser.add_argument("--max-tokens", type=positive(int), default=2048, help="token limit of an answer (paper: %(default)s)")
     add_engine_flags(parser)
     args = parser.parse_args()
-    args.k = args.k or sorted({1, args.n} - {0})
+    args.k = args.k or sorted({1, args.n} if args.n else ())
     if args.k and max(args.k) > args.n:
         raise UserError(f"--k {max(args.k)}: pass@k needs n >= k samples, and --n is {args.n}")
     if args.critic and not args.n:

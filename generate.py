@@ -647,12 +647,13 @@ def summarise(path):
             "tokens sampled": tokens}
 
 
-def positive(text):
-    """A number above 0, as an argparse type."""
-    number = float(text)
-    if number <= 0:
-        raise argparse.ArgumentTypeError(f"{text} is not above 0")
-    return int(text) if number == int(number) and "." not in text and "e" not in text else number
+def positive(kind):
+    """An argparse type: an int or a float above 0."""
+    def number(text):
+        if kind(text) <= 0:
+            raise argparse.ArgumentTypeError(f"{text} is not above 0")
+        return kind(text)
+    return number
 
 
 def add_run_flags(parser):
@@ -663,8 +664,8 @@ def add_run_flags(parser):
 
 def add_engine_flags(parser):
     engine = parser.add_argument_group("vLLM")
-    engine.add_argument("--tensor-parallel", type=positive, default=1, help="GPUs an engine (default: %(default)s)")
-    engine.add_argument("--gpu-memory", type=positive, default=0.9, help="share of each GPU's memory (default: %(default)s)")
+    engine.add_argument("--tensor-parallel", type=positive(int), default=1, help="GPUs an engine (default: %(default)s)")
+    engine.add_argument("--gpu-memory", type=positive(float), default=0.9, help="share of each GPU's memory (default: %(default)s)")
 
 
 def parse_args():
@@ -674,10 +675,10 @@ def parse_args():
     parser.add_argument("--model", help="the policy: a folder or a name on the hub (default: RUN/policy)")
     parser.add_argument("--system", default=SYSTEM, help="system prompt of chat models (default: %(default)s)")
     sampling = parser.add_argument_group("sampling")
-    sampling.add_argument("--solutions", type=positive, default=32, help="solutions a problem (paper: %(default)s)")
+    sampling.add_argument("--solutions", type=positive(int), default=32, help="solutions a problem (paper: %(default)s)")
     sampling.add_argument("--temperature", type=float, default=1.0, help="1 samples from pi_ref itself (default: %(default)s)")
     sampling.add_argument("--top-p", type=float, default=1.0, help="1 samples from pi_ref itself (default: %(default)s)")
-    sampling.add_argument("--max-tokens", type=positive, default=2048, help="token limit of a solution (default: %(default)s)")
+    sampling.add_argument("--max-tokens", type=positive(int), default=2048, help="token limit of a solution (default: %(default)s)")
     add_engine_flags(parser)
     return parser.parse_args()
 

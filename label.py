@@ -203,8 +203,8 @@ def write_trees(trees, completions, target):
 def parse_args():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_run_flags(parser)
-    parser.add_argument("--select", type=positive, default=6, help="solutions a problem to label (paper: %(default)s)")
-    parser.add_argument("--completions", type=positive, default=16, help="completions a state, N and M (paper: %(default)s)")
+    parser.add_argument("--select", type=positive(int), default=6, help="solutions a problem to label (paper: %(default)s)")
+    parser.add_argument("--completions", type=positive(int), default=16, help="completions a state, N and M (paper: %(default)s)")
     add_engine_flags(parser)
     return parser.parse_args()
 

@@ -275,7 +275,7 @@ def parse_args():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_run_flags(parser)
     method = parser.add_argument_group("method")
-    method.add_argument("--beta", type=positive, default=0.01, help="weight of KL(pi || pi_ref): the target log-ratio is A/beta, "
+    method.add_argument("--beta", type=positive(float), default=0.01, help="weight of KL(pi || pi_ref): the target log-ratio is A/beta, "
                         "so a smaller beta asks for a larger move (paper: 0.01 or 0.02; default: %(default)s)")
     method.add_argument("--gap", type=float, default=0.1, help="least max A - min A of a state to be trained on "
                         "(paper: %(default)s)")

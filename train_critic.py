@@ -657,15 +657,15 @@ def load_values(path, name="values", **made_from):
 
 def add_training_flags(parser, batch, unit, lr):
     training = parser.add_argument_group("training")
-    training.add_argument("--lr", type=positive, default=lr, help="peak learning rate (paper: %(default)s)")
-    training.add_argument("--batch", type=positive, default=batch, help=f"{unit} an optimiser step (paper: %(default)s)")
-    training.add_argument("--epochs", type=positive, default=1, help="passes over the data (default: %(default)s)")
-    training.add_argument("--clip", type=positive, default=1.0, help="largest norm of the gradient (default: %(default)s)")
-    training.add_argument("--max-tokens", type=positive, default=16384, help="tokens a row, the unit of a forward and backward "
+    training.add_argument("--lr", type=positive(float), default=lr, help="peak learning rate (paper: %(default)s)")
+    training.add_argument("--batch", type=positive(int), default=batch, help=f"{unit} an optimiser step (paper: %(default)s)")
+    training.add_argument("--epochs", type=positive(int), default=1, help="passes over the data (default: %(default)s)")
+    training.add_argument("--clip", type=positive(float), default=1.0, help="largest norm of the gradient (default: %(default)s)")
+    training.add_argument("--max-tokens", type=positive(int), default=16384, help="tokens a row, the unit of a forward and backward "
                           "pass: lower it when memory runs out (default: %(default)s)")
     training.add_argument("--recompute", action=argparse.BooleanOptionalAction, default=True, help="compute activations "
                           "again in the backward pass: far less memory, a third more time (default: yes)")
-    training.add_argument("--save-every", type=positive, default=50, help="steps between checkpoints (default: %(default)s)")
+    training.add_argument("--save-every", type=positive(int), default=50, help="steps between checkpoints (default: %(default)s)")
     training.add_argument("--save-dtype", choices=["float32", "bfloat16"], help="of the saved weights (default: as loaded)")
 
 
