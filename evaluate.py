@@ -262,9 +262,9 @@ def draw_training(axis, run):
     drift = [(line["step"], line["drift"]) for line in lines if "drift" in line]
     if drift:
         right_axis.plot(*zip(*drift), ".-", color="C2", label="the same on filtered-out states (right)")
-    axis.set_ylim(bottom=0)
-    right_axis.set_ylim(bottom=0)
-    axis.legend(handles=axis.lines + right_axis.lines, loc="best")
+    for side in (axis, right_axis):
+        side.set_ylim(0, 1.3 * side.get_ylim()[1])  # room for the legend
+    axis.legend(handles=[*axis.lines, *right_axis.lines], loc="upper right")
 
 
 def draw_curve(axis, curve):

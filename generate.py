@@ -281,20 +281,18 @@ def start_stage(run, stage, settings, inputs, outputs, overwrite):
     Returns the stage's summary if it is complete already, else None. Raises UserError where something differs.
     """
     path = run / f"{stage}.json"
+    endings = ("", ".tmp", ".part-*", ".ckpt-*", ".ckpt.tmp")
+    there = [old for output in outputs for ending in endings for old in run.glob(output.name + ending)]
     if overwrite:
-        for output in outputs:
-            for ending in ("", ".tmp", ".part-*", ".ckpt-*", ".ckpt.tmp"):
-                for old in run.glob(output.name + ending):
-                    shutil.rmtree(old) if old.is_dir() else old.unlink()
-        path.unlink(missing_ok=True)
+        for old in there:
+            shutil.rmtree(old) if old.is_dir() else old.unlink()
     now = json.loads(json.dumps({"settings": settings, "inputs": inputs}))
-    if not path.exists():
-        for output in outputs:
-            if output.exists():
-                raise UserError(f"{output}: is there without {path.name}, which says how it was made: move it away, or "
-                                "--overwrite to start anew")
+    if overwrite or not there:
         write_json(path, now)
         return None
+    if not path.exists():
+        raise UserError(f"{there[0]}: is there without {path.name}, which says how it was made: move it away, or --overwrite "
+                        "to start anew")
     made = json.loads(path.read_text())
     remedy = "use another --run, or --overwrite to start anew"
     for name, value in now["settings"].items():

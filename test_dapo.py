@@ -980,7 +980,7 @@ def test_two_ranks_train_to_the_weights_of_one(trained, tmp_path, stage):
     for name, weight in weights_of(run / folder).items():
         assert close(weights_of(again / folder)[name], weight), name
         if name in policy:
-            assert (weight - policy[name]).norm() > 1e-3 * policy[name].norm(), "training moved it"
+            assert (weight - policy[name]).norm() > 1e-4 * policy[name].norm(), "training moved it"
     ours, theirs = ([line for line in read_lines(path / "log.jsonl") if line["stage"] == stage] for path in (run, again))
     for a, b in zip(ours, theirs):
         assert b["loss"] == pytest.approx(a["loss"], rel=1e-4) and b["grad_norm"] == pytest.approx(a["grad_norm"], rel=1e-3)
@@ -1081,6 +1081,7 @@ def test_other_settings_and_other_files(monkeypatch, capsys, toy, trained, tmp_p
     (run / "label.json").write_text(json.dumps(label))
     (run / "trees.jsonl").write_text("".join(lines))
     assert "no state has max A - min A >= 2.0" in error("train_actor", run, "--gap", 2)
+    assert "no state has max A - min A >= 3.0" in error("train_actor", run, "--gap", 3), "settings without outputs are void"
     shutil.rmtree(run / "policy")
     make_model(run / "policy")
     generate = json.loads((run / "generate.json").read_text())
@@ -1094,6 +1095,8 @@ def test_a_complete_stage_is_not_run_again_and_overwrite_removes_its_outputs_alo
     from generate import start_stage
     for name in ("solutions.jsonl", "solutions.jsonl.part-0", "solutions_of_mine.jsonl", "trees.jsonl"):
         (tmp_path / name).write_text("x")
+    with pytest.raises(UserError, match="solutions.jsonl: is there without generate.json"):
+        start_stage(tmp_path, "generate", {"n": 1}, {}, [tmp_path / "solutions.jsonl"], overwrite=False)
     start_stage(tmp_path, "generate", {"n": 1}, {}, [tmp_path / "solutions.jsonl"], overwrite=True)
     assert {path.name for path in tmp_path.iterdir()} == {"solutions_of_mine.jsonl", "trees.jsonl", "generate.json"}
 
