@@ -20,10 +20,10 @@ from collections import defaultdict
 import numpy as np
 from transformers import AutoModelForTokenClassification
 
-from generate import (SYSTEM, Request, Team, UserError, add_engine_flags, add_run_flags, equivalent, file_hash, find_model,
-                      finish_stage, grading_pool, import_problems, last_boxed, load_tokenizer, model_hash, pass_at_k, positive,
-                      print_complete, read_jsonl, render_prompt, run_stage, sample_stage, stage_record, start_stage,
-                      write_json)
+from generate import (SYSTEM, Request, Team, UserError, add_engine_flags, add_run_flags, equivalent, file_hash,
+                      find_model, finish_stage, grading_pool, import_problems, last_boxed, load_tokenizer, model_hash,
+                      pass_at_k, positive, print_complete, read_jsonl, render_prompt, run_stage, sample_stage,
+                      stage_record, start_stage, write_json)
 from label import Tree
 from train_critic import (Steps, World, ancestors, held_out, load_model, load_values, node_tokens, pack, predict,
                           quiet_libraries, read_trees)
@@ -50,7 +50,8 @@ def bootstrap(scores, draws=10_000, seed=0):
 
 
 def mcnemar(first, second):
-    """The exact two-sided McNemar test on 0/1 scores of the same problems -> (only first right, only second right, p)."""
+    """The exact two-sided McNemar test on 0/1 scores of the same problems -> (only first right, only
+    second right, p)."""
     only_first = sum(a > b for a, b in zip(first, second))
     only_second = sum(b > a for a, b in zip(first, second))
     n = only_first + only_second
@@ -91,7 +92,8 @@ def end_states(tokenizer, critic_tokenizer, problems, answers, system):
         tree = Tree({**problem, "prompt": prompt, "prompt_ids": ids, "solutions": solutions}, tokenizer, 0, 0)
         parents = [tree.nodes[tree.visit(solution)]["parent"] for solution in solutions]
         tokens = node_tokens(tree.record(), critic_tokenizer, same, system)
-        all_steps.append(Steps(problem["id"], first, [node["parent"] for node in tree.nodes], tokens, sorted(set(parents))))
+        all_steps.append(Steps(problem["id"], first, [node["parent"] for node in tree.nodes], tokens,
+                               sorted(set(parents))))
         states[problem["id"]] = [first + parent for parent in parents]
         first += len(tree.nodes)
     return all_steps, states, first
@@ -103,7 +105,8 @@ def end_values(critic, models, problems, answers, system):
     model = load_model(AutoModelForTokenClassification, critic, world)
     result = {}
     for name, folder in models.items():
-        all_steps, states, n_nodes = end_states(load_tokenizer(folder), critic_tokenizer, problems, answers[name], system)
+        all_steps, states, n_nodes = end_states(load_tokenizer(folder), critic_tokenizer, problems, answers[name],
+                                                system)
         longest = max(sum(map(len, steps.tokens)) for steps in all_steps)
         values = predict(model, pack(all_steps, max(ROW_TOKENS, longest)), n_nodes, world, f"best of n ({name})")
         result[name] = {problem: values[nodes].tolist() for problem, nodes in states.items()}
@@ -144,7 +147,8 @@ def compare(names, greedy, sampled):
               "greedy difference interval": bootstrap(np.subtract(second, first)),
               f"only {names[0]} right": only_first, f"only {names[1]} right": only_second, "McNemar p": p}
     if sampled[names[0]]:
-        first, second = ([np.mean([answer["reward"] for answer in answers]) for answers in sampled[name]] for name in names)
+        first, second = ([np.mean([answer["reward"] for answer in answers]) for answers in sampled[name]]
+                         for name in names)
         result |= {"sampled difference": float(np.mean(second) - np.mean(first)),
                    "sampled difference interval": bootstrap(np.subtract(second, first))}
     return result
@@ -175,13 +179,16 @@ def report_lines(report):
     if paired := report.get("paired"):
         first, second = paired["models"]
         lines += [f"Greedy, {second} against {first}: {paired['greedy difference']:+.1%} "
-                  f"[{paired['greedy difference interval'][0]:+.1%}, {paired['greedy difference interval'][1]:+.1%}]; only "
-                  f"{first} right: {paired[f'only {first} right']}, only {second} right: {paired[f'only {second} right']}; "
+                  f"[{paired['greedy difference interval'][0]:+.1%}, {paired['greedy difference interval'][1]:+.1%}]; "
+                  f"only {first} right: {paired[f'only {first} right']}, "
+                  f"only {second} right: {paired[f'only {second} right']}; "
                   f"exact McNemar test p = {paired['McNemar p']:.2g}."]
         if "sampled difference" in paired:
             low, high = paired["sampled difference interval"]
-            lines += [f"Sampled: {paired['sampled difference']:+.1%} [{low:+.1%}, {high:+.1%}] (bootstrap over problems)."]
-        lines += ["", "The test compares these two checkpoints, not two methods: another seed gives another checkpoint."]
+            lines += [f"Sampled: {paired['sampled difference']:+.1%} [{low:+.1%}, {high:+.1%}] "
+                      "(bootstrap over problems)."]
+        lines += ["",
+                  "The test compares these two checkpoints, not two methods: another seed gives another checkpoint."]
     return lines
 
 
@@ -189,8 +196,9 @@ def report_lines(report):
 # The picture
 
 def value_curve(run, share):
-    """A wrong solution on which V_phi falls: -> (tree, its nodes from the root, their V_phi), of a held-out problem if there
-    is one; None if the run has no values. Chosen: the largest fall in one step that the Monte-Carlo values show too."""
+    """A wrong solution on which V_phi falls: -> (tree, its nodes from the root, their V_phi), of a held-out
+    problem if there is one; None if the run has no values. Chosen: the largest fall in one step that the
+    Monte-Carlo values show too."""
     try:
         values, best = load_values(run / "values.safetensors", trees=file_hash(run / "trees.jsonl")), None
     except (UserError, FileNotFoundError):  # no critic in this run, or one of other trees
@@ -239,7 +247,8 @@ def draw_accuracies(axis, report):
 
 
 def draw_calibration(axis, critic):
-    axis.set(title="Critic on held-out problems", xlabel="V (mean of a bin)", ylabel="Monte-Carlo value", xlim=(0, 1), ylim=(0, 1))
+    axis.set(title="Critic on held-out problems", xlabel="V (mean of a bin)", ylabel="Monte-Carlo value",
+             xlim=(0, 1), ylim=(0, 1))
     axis.plot([0, 1], [0, 1], color="grey", linewidth=1, label="perfect calibration")
     table = critic.get("calibration")
     if not table:
@@ -278,9 +287,11 @@ def draw_curve(axis, curve):
     axis.plot([np.nan if label is None else label for label in labels], "x--", color="grey", label="Monte-Carlo")
     if len(v) > 1:
         mistake = int(np.argmax(v[:-1] - v[1:])) + 1
-        axis.plot([mistake - 1, mistake], v[mistake - 1:mistake + 1], color="C3", linewidth=4, alpha=0.6, label="largest fall")
+        axis.plot([mistake - 1, mistake], v[mistake - 1:mistake + 1], color="C3", linewidth=4, alpha=0.6,
+                  label="largest fall")
     shorten = lambda text: text if len(text) <= 28 else text[:27] + "…"
-    axis.set_xticks(range(len(v)), ["(prompt)"] + [shorten(text) for text in texts[:len(v) - 1]], rotation=30, ha="right")
+    axis.set_xticks(range(len(v)), ["(prompt)"] + [shorten(text) for text in texts[:len(v) - 1]],
+                    rotation=30, ha="right")
     prompt = shorten(tree["problem"].replace("\n", " "))
     axis.set_title(f"One wrong solution of {prompt} (answer {tree['answer']}), state by state", parse_math=False)
     for label in axis.get_xticklabels():
@@ -311,23 +322,25 @@ def make_requests(name, folder, problems, args):
         _, ids = render_prompt(tokenizer, problem["problem"], args.system)
         kinds = [("greedy", 1, 0.0, 1.0)] + [("sampled", args.n, args.temperature, args.top_p)] * (args.n > 0)
         for kind, n, temperature, top_p in kinds:
-            yield Request(f"evaluate/{kind}/{problem['id']}", {"model": name, "id": problem["id"], "kind": kind}, problem,
-                          ids, [], n, args.max_tokens, temperature, top_p, args.seed)
+            yield Request(f"evaluate/{kind}/{problem['id']}", {"model": name, "id": problem["id"], "kind": kind},
+                          problem, ids, [], n, args.max_tokens, temperature, top_p, args.seed)
 
 
 def parse_args():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_run_flags(parser)
     parser.add_argument("--test", metavar="FILE", help="data file to import as RUN/test.jsonl")
-    parser.add_argument("--models", nargs="+", metavar="NAME=PATH", help="the policies, folders or names on the hub; the "
-                        "paired tests take the first two (default: ref=<the run's policy> actor=RUN/actor)")
-    parser.add_argument("--n", type=int, default=0, help="samples a problem beside the greedy answer (default: %(default)s)")
+    parser.add_argument("--models", nargs="+", metavar="NAME=PATH", help="the policies, folders or names on the hub; "
+                        "the paired tests take the first two (default: ref=<the run's policy> actor=RUN/actor)")
+    parser.add_argument("--n", type=int, default=0,
+                        help="samples a problem beside the greedy answer (default: %(default)s)")
     parser.add_argument("--k", type=int, nargs="+", help="k of pass@k and maj@k (default: 1 and n)")
     parser.add_argument("--critic", help="best-of-n by this critic, a folder")
     parser.add_argument("--system", default=SYSTEM, help="system prompt of chat models (default: %(default)s)")
     parser.add_argument("--temperature", type=float, default=1.0, help="of the samples (default: %(default)s)")
     parser.add_argument("--top-p", type=float, default=1.0, help="of the samples (default: %(default)s)")
-    parser.add_argument("--max-tokens", type=positive(int), default=2048, help="token limit of an answer (paper: %(default)s)")
+    parser.add_argument("--max-tokens", type=positive(int), default=2048,
+                        help="token limit of an answer (paper: %(default)s)")
     add_engine_flags(parser)
     args = parser.parse_args()
     args.k = args.k or sorted({1, args.n} if args.n else ())
@@ -342,11 +355,13 @@ def main():
     args = parse_args()
     quiet_libraries()
     team = Team(args.tensor_parallel)
-    models, test, answers_path = named_models(args.models, args.run), args.run / "test.jsonl", args.run / "answers.jsonl"
+    models = named_models(args.models, args.run)
+    test, answers_path = args.run / "test.jsonl", args.run / "answers.jsonl"
     critic, summary = args.critic and find_model(args.critic), None
     if team.rank == 0:
         import_problems(args.test, test, args.overwrite)
-        settings = {name: getattr(args, name) for name in ("n", "k", "system", "temperature", "top_p", "max_tokens", "seed")}
+        settings = {name: getattr(args, name)
+                    for name in ("n", "k", "system", "temperature", "top_p", "max_tokens", "seed")}
         settings["models"] = list(models)
         inputs = {"test.jsonl": file_hash(test), **{f"model {name}": model_hash(path) for name, path in models.items()},
                   "critic": critic and model_hash(critic)}
@@ -361,7 +376,8 @@ def main():
     answers = defaultdict(dict)  # {(model, kind): {id: [answer, ...]}}
     for _, line in read_jsonl(answers_path):
         answers[line["model"], line["kind"]][line["id"]] = line["answers"]
-    values = critic and end_values(critic, models, problems, {name: answers[name, "sampled"] for name in models}, args.system)
+    values = critic and end_values(critic, models, problems, {name: answers[name, "sampled"] for name in models},
+                                   args.system)
     if team.rank > 0:
         return
     greedy, sampled = ({name: [answers[name, kind][problem["id"]] for problem in problems if answers[name, kind]]

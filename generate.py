@@ -44,7 +44,8 @@ MATH_SECONDS = 5  # processor time for one comparison of two answers
 
 
 class UserError(Exception):
-    """Bad input. Its one line says which file and line, what is wrong and what to do; the script ends with exit code 2."""
+    """Bad input. Its one line says which file and line, what is wrong and what to do; the script ends with exit
+    code 2."""
 
 
 def run_stage(main):
@@ -121,7 +122,8 @@ class MathWorkers:
         verdict = worker.stdout.readline()
         if not verdict:
             self.of_thread.worker = None
-            if worker.wait() > 0:  # a signal (less than 0) is this comparison's fault; an exit code is the installation's
+            # a signal (less than 0) is this comparison's fault; an exit code is the installation's
+            if worker.wait() > 0:
                 raise RuntimeError(f"the math-verify process ended with exit code {worker.returncode}")
         return verdict.strip() == "1"
 
@@ -254,11 +256,13 @@ def import_problems(source, target, overwrite):
     """Copy a data file into the run in load_problems' form, or read the one that is there -> problems."""
     if source is None:
         if not target.exists():
-            raise UserError(f"{target}: no such file: import a data file with {'--test' if target.name == 'test.jsonl' else '--problems'}")
+            flag = "--test" if target.name == "test.jsonl" else "--problems"
+            raise UserError(f"{target}: no such file: import a data file with {flag}")
         return load_problems(target)
     problems = load_problems(source)
     if target.exists() and not overwrite and load_problems(target) != problems:
-        raise UserError(f"{target}: holds other problems than {source}: use another --run, or --overwrite to start anew")
+        raise UserError(f"{target}: holds other problems than {source}: use another --run, or "
+                        "--overwrite to start anew")
     with whole_file(target) as file:
         file.writelines(json.dumps(problem, ensure_ascii=False) + "\n" for problem in problems)
     return problems
@@ -291,18 +295,19 @@ def start_stage(run, stage, settings, inputs, outputs, overwrite):
         write_json(path, now)
         return None
     if not path.exists():
-        raise UserError(f"{there[0]}: is there without {path.name}, which says how it was made: move it away, or --overwrite "
-                        "to start anew")
+        raise UserError(f"{there[0]}: is there without {path.name}, which says how it was made: move it away, or "
+                        "--overwrite to start anew")
     made = json.loads(path.read_text())
     remedy = "use another --run, or --overwrite to start anew"
     for name, value in now["settings"].items():
         if made["settings"].get(name) != value:
-            raise UserError(f"{path}: --{name.replace('_', '-')} was {made['settings'].get(name)!r} for the outputs that "
-                            f"are there and is {value!r} now: {remedy}")
+            raise UserError(f"{path}: --{name.replace('_', '-')} was {made['settings'].get(name)!r} for the outputs "
+                            f"that are there and is {value!r} now: {remedy}")
     for name in {**made["inputs"], **now["inputs"]}:
         then, value = made["inputs"].get(name), now["inputs"].get(name)
         if then != value:
-            raise UserError(f"{path}: the outputs that are there were made from another {name} ({then}, now {value}): {remedy}")
+            raise UserError(f"{path}: the outputs that are there were made from another {name} ({then}, now {value}): "
+                            f"{remedy}")
     return made.get("summary") if all(output.exists() for output in outputs) else None
 
 
@@ -346,7 +351,8 @@ def find_model(name):
             folder = Path(snapshot_download(str(name), allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt",
                                                                         "*.jinja"]))
         except (OSError, ValueError) as error:
-            raise UserError(f"{name}: no such folder, and not to be had from the hub ({type(error).__name__})") from None
+            raise UserError(f"{name}: no such folder, and not to be had from the hub "
+                            f"({type(error).__name__})") from None
     needed = {"config.json": ["config.json"], "weights (*.safetensors)": ["*.safetensors"],
               "tokenizer": ["tokenizer.json", "tokenizer.model", "vocab.json"]}
     for what, patterns in needed.items():
@@ -384,8 +390,8 @@ def decode(tokenizer, ids):
 # Sampling: vLLM, one engine a rank
 
 class Team:
-    """The ranks of one torchrun launch, each with an engine on its own GPUs. They meet through torchrun's key-value store
-    alone, since torch.distributed belongs to vLLM while it samples."""
+    """The ranks of one torchrun launch, each with an engine on its own GPUs. They meet through torchrun's key-value
+    store alone, since torch.distributed belongs to vLLM while it samples."""
 
     def __init__(self, gpus_per_rank):
         self.rank, self.size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
@@ -394,8 +400,8 @@ class Team:
             seen = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(first + gpus_per_rank)))
             mine = seen.split(",")[first:first + gpus_per_rank]
             if len(mine) < gpus_per_rank:
-                raise UserError(f"rank {self.rank}: too few GPUs are visible ({seen}) for --tensor-parallel {gpus_per_rank}: "
-                                "start fewer ranks")
+                raise UserError(f"rank {self.rank}: too few GPUs are visible ({seen}) for --tensor-parallel "
+                                f"{gpus_per_rank}: start fewer ranks")
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(mine)
         if self.size > 1:
             from torch.distributed import rendezvous
@@ -448,8 +454,9 @@ class Sampler:
         length = len(longest.prompt) + len(longest.steps) + longest.max_tokens
         limit = getattr(AutoConfig.from_pretrained(folder), "max_position_embeddings", length)
         if length > limit:
-            raise UserError(f"problem {longest.record['id']}: {len(longest.prompt)} prompt tokens and {longest.max_tokens} "
-                            f"new ones do not fit the {limit} positions of {folder}: sample with a lower --max-tokens")
+            raise UserError(f"problem {longest.record['id']}: {len(longest.prompt)} prompt tokens and "
+                            f"{longest.max_tokens} new ones do not fit the {limit} positions of {folder}: "
+                            "sample with a lower --max-tokens")
         self.tokenizer = load_tokenizer(folder)
         self.llm = start_engine(folder, length, args)
 
@@ -521,7 +528,8 @@ def sample(sampler, requests, title):
             for completion, reward in zip(completions, rewards):
                 completion["reward"] = reward.result()
                 right, total, tokens = right + completion["reward"], total + 1, tokens + len(completion["ids"])
-            bar.set_postfix_str(f"{right / total:.1%} right, {tokens / (time.time() - started):,.0f} tokens/s", refresh=False)
+            bar.set_postfix_str(f"{right / total:.1%} right, {tokens / (time.time() - started):,.0f} tokens/s",
+                                refresh=False)
             bar.update()
             return request, completions
 
@@ -619,7 +627,8 @@ def sample_stage(jobs, path, key_fields, field, args, team, keep=("text", "ids",
             print(f"{path}: going on, {len(todo):,} requests to {folder.name} left", flush=True)
         if todo:
             sampler = Sampler(folder, todo, args)
-            shards.append({**request.record, field: [{name: completion[name] for name in keep} for completion in completions]}
+            shards.append({**request.record, field: [{name: completion[name] for name in keep}
+                                                     for completion in completions]}
                           for request, completions in sample(sampler, todo, f"{path.name} ({folder.name})"))
             sampler.close()
     shards.merge([request for _, requests in jobs for request in requests])
@@ -662,8 +671,10 @@ def add_run_flags(parser):
 
 def add_engine_flags(parser):
     engine = parser.add_argument_group("vLLM")
-    engine.add_argument("--tensor-parallel", type=positive(int), default=1, help="GPUs an engine (default: %(default)s)")
-    engine.add_argument("--gpu-memory", type=positive(float), default=0.9, help="share of each GPU's memory (default: %(default)s)")
+    engine.add_argument("--tensor-parallel", type=positive(int), default=1,
+                        help="GPUs an engine (default: %(default)s)")
+    engine.add_argument("--gpu-memory", type=positive(float), default=0.9,
+                        help="share of each GPU's memory (default: %(default)s)")
 
 
 def parse_args():
@@ -673,10 +684,14 @@ def parse_args():
     parser.add_argument("--model", help="the policy: a folder or a name on the hub (default: RUN/policy)")
     parser.add_argument("--system", default=SYSTEM, help="system prompt of chat models (default: %(default)s)")
     sampling = parser.add_argument_group("sampling")
-    sampling.add_argument("--solutions", type=positive(int), default=32, help="solutions a problem (paper: %(default)s)")
-    sampling.add_argument("--temperature", type=float, default=1.0, help="1 samples from pi_ref itself (default: %(default)s)")
-    sampling.add_argument("--top-p", type=float, default=1.0, help="1 samples from pi_ref itself (default: %(default)s)")
-    sampling.add_argument("--max-tokens", type=positive(int), default=2048, help="token limit of a solution (default: %(default)s)")
+    sampling.add_argument("--solutions", type=positive(int), default=32,
+                          help="solutions a problem (paper: %(default)s)")
+    sampling.add_argument("--temperature", type=float, default=1.0,
+                          help="1 samples from pi_ref itself (default: %(default)s)")
+    sampling.add_argument("--top-p", type=float, default=1.0,
+                          help="1 samples from pi_ref itself (default: %(default)s)")
+    sampling.add_argument("--max-tokens", type=positive(int), default=2048,
+                          help="token limit of a solution (default: %(default)s)")
     add_engine_flags(parser)
     return parser.parse_args()
 
@@ -701,8 +716,8 @@ def main():
     tokenizer, requests = load_tokenizer(folder), []
     for problem in load_problems(args.run / "problems.jsonl"):
         text, ids = render_prompt(tokenizer, problem["problem"], args.system)
-        requests.append(Request(f"generate/{problem['id']}", {**problem, "prompt": text, "prompt_ids": ids}, problem, ids, [], args.solutions,
-                                args.max_tokens, args.temperature, args.top_p, args.seed))
+        requests.append(Request(f"generate/{problem['id']}", {**problem, "prompt": text, "prompt_ids": ids}, problem,
+                                ids, [], args.solutions, args.max_tokens, args.temperature, args.top_p, args.seed))
     sample_stage([(folder, requests)], output, ["id"], "solutions", args, team)
     if team.rank == 0:
         finish_stage(args.run, "generate", summarise(output))

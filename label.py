@@ -1,12 +1,13 @@
-r"""DAPO, stage 2 of 5: split solutions into steps, complete every state, label it with its Monte-Carlo value (step A.2).
+r"""DAPO, stage 2 of 5: split solutions into steps, complete every state, label it with its Monte-Carlo
+value (step A.2).
 
 A step is the text up to and including a line break; a state s_t is the prompt and the first t steps of a solution. From
 every state of the selected solutions the policy samples N completions, and
 
     MC_N(s) = 1/N sum_i r(x, completion_i)   estimates   V(s) = P(pi_ref, continuing from s, ends right).   (Eq. 3)
 
-The completions' first steps are also the actions on which the actor will be trained: sampled from pi_ref at s, they cost
-nothing more. All solutions and sampled steps of a problem make one tree, in which equal prefixes are one node.
+The completions' first steps are also the actions on which the actor will be trained: sampled from pi_ref at s, they
+cost nothing more. All solutions and sampled steps of a problem make one tree, in which equal prefixes are one node.
 
 Reads:   RUN/solutions.jsonl, the policy that sampled them
 Writes:  RUN/completions.jsonl  one state a line: id, state (its node), completions (ids, reward, finish)
@@ -41,9 +42,9 @@ def token_text(tokenizer, token):
 def split_steps(tokenizer, ids):
     r"""Cut a response's token ids into steps: list[int] -> list[list[int]], which join to ids.
 
-    A step ends with its first token that has a line break after a non-blank character of the step; what follows the last
-    such token (often the end-of-text id) is a step too. So blank lines open the next step, and no step is a prefix of
-    another one, which makes the pi(a|s) of all actions sum to 1. With one token a word:
+    A step ends with its first token that has a line break after a non-blank character of the step; what follows the
+    last such token (often the end-of-text id) is a step too. So blank lines open the next step, and no step is a prefix
+    of another one, which makes the pi(a|s) of all actions sum to 1. With one token a word:
 
         "\n"  "a"  "=1"  "\n"  "\n"  "b"  ".\n\n"  "<eos>"   ->   ["\n" "a" "=1" "\n"]  ["\n" "b" ".\n\n"]  ["<eos>"]
     """
@@ -172,7 +173,8 @@ def mean_rest(tree):
 # The stage
 
 def expected_tokens(trees, n):
-    """About how many tokens n completions a state will take -> (here, if every state of every solution is completed)."""
+    """About how many tokens n completions a state will take -> (here, if every state of every solution is
+    completed)."""
     here = everywhere = 0
     for tree in trees:
         rest = mean_rest(tree)
@@ -203,8 +205,10 @@ def write_trees(trees, completions, target):
 def parse_args():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_run_flags(parser)
-    parser.add_argument("--select", type=positive(int), default=6, help="solutions a problem to label (paper: %(default)s)")
-    parser.add_argument("--completions", type=positive(int), default=16, help="completions a state, N and M (paper: %(default)s)")
+    parser.add_argument("--select", type=positive(int), default=6,
+                        help="solutions a problem to label (paper: %(default)s)")
+    parser.add_argument("--completions", type=positive(int), default=16,
+                        help="completions a state, N and M (paper: %(default)s)")
     add_engine_flags(parser)
     return parser.parse_args()
 
@@ -232,7 +236,8 @@ def main():
     requests = [request for tree in trees for request in tree.requests({**settings, **limits})]
     here, everywhere = expected_tokens(trees, args.completions)
     if team.rank == 0:
-        print(f"to sample: {len(requests):,} states x {args.completions} completions, about {here:,.0f} tokens", flush=True)
+        print(f"to sample: {len(requests):,} states x {args.completions} completions, about {here:,.0f} tokens",
+              flush=True)
     sample_stage([(folder, requests)], completions, ["id", "state"], "completions", args, team,
                  keep=("ids", "reward", "finish"))
     if team.rank == 0:

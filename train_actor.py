@@ -4,8 +4,8 @@ r"""DAPO, stage 4 of 5: advantages from the critic, then policy optimisation (Al
     min_theta 1/2 E_{s,a} [ A(s, a) / beta - log pi_theta(a|s) / pi_ref(a|s) ]^2                              (Eq. 12)
 
 The actions of s are the first steps of its completions. The minimiser has log-ratio A/beta: a *smaller* beta asks for a
-*larger* move away from pi_ref. Three tricks, as in the paper: all actions of a state are in one batch; the mean runs over
-all samples, but each distinct action is trained on once; only states with max A - min A >= --gap are trained on.
+*larger* move away from pi_ref. Three tricks, as in the paper: all actions of a state are in one batch; the mean runs
+over all samples, but each distinct action is trained on once; only states with max A - min A >= --gap are trained on.
 
 Reads:   RUN/trees.jsonl, RUN/values.safetensors, the policy that was sampled from (pi_ref)
 Writes:  RUN/ref_logps.safetensors  log pi_ref(a|s) of every trained node (NaN elsewhere)
@@ -30,11 +30,12 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint as recompute
 from transformers import AutoModelForCausalLM
 
-from generate import (UserError, add_run_flags, file_hash, find_model, finish_stage, model_hash, positive, print_complete,
-                      run_stage, stage_record, start_stage)
-from train_critic import (Checkpoint, Log, Steps, World, add_training_flags, check_not_overwritten, check_trees, deal, forward_row,
-                          learning_rate, load_model, load_values, make_batches, make_optimizer, optimizer_step, pack,
-                          quiet_libraries, read_trees, remove_checkpoints, save_model, save_values, saved_dtype, training_settings)
+from generate import (UserError, add_run_flags, file_hash, find_model, finish_stage, model_hash, positive,
+                      print_complete, run_stage, stage_record, start_stage)
+from train_critic import (Checkpoint, Log, Steps, World, add_training_flags, check_not_overwritten, check_trees, deal,
+                          forward_row, learning_rate, load_model, load_values, make_batches, make_optimizer,
+                          optimizer_step, pack, quiet_libraries, read_trees, remove_checkpoints, save_model,
+                          save_values, saved_dtype, training_settings)
 
 CHUNK = 1024        # tokens whose logits exist at one time
 DRIFT_STATES = 128  # filtered-out states on which the drift is measured ...
@@ -47,8 +48,8 @@ DRIFT_EVERY = 10    # ... every so many steps
 def action_values(tree, values):
     """{state: {action: Q(s, a)}}: actions are a state's children that were sampled there (count > 0).
 
-    values: V_phi of every node of the tree, in order. Q of a step that ends the response is its known reward (Eq. 5 with
-    V = 0 after the end), which is 0 where the token limit cut it off.
+    values: V_phi of every node of the tree, in order. Q of a step that ends the response is its known reward (Eq. 5
+    with V = 0 after the end), which is 0 where the token limit cut it off.
     """
     q = {}
     for node, fields in enumerate(tree["nodes"]):
@@ -58,8 +59,8 @@ def action_values(tree, values):
 
 
 def state_advantages(tree, values):
-    """{state: {action: A(s, a)}}, Eq. 13. The mean weighs each distinct action by how often it was sampled. Actions that
-    the token limit cut off count in the mean, and are left out of the result: they are not trained on."""
+    """{state: {action: A(s, a)}}, Eq. 13. The mean weighs each distinct action by how often it was sampled. Actions
+    that the token limit cut off count in the mean, and are left out of the result: they are not trained on."""
     nodes, result = tree["nodes"], {}
     for state, q in action_values(tree, values).items():
         samples = sum(nodes[action]["count"] for action in q)
@@ -73,7 +74,8 @@ def advantages(tree, values):
 
     values: V_phi of every node of the tree, in order.
     """
-    return {node: advantage for of_state in state_advantages(tree, values).values() for node, advantage in of_state.items()}
+    return {node: advantage for of_state in state_advantages(tree, values).values()
+            for node, advantage in of_state.items()}
 
 
 def gap(of_state):
@@ -204,7 +206,8 @@ def mean_drift(policy, groups, ref, world):
 
 
 def converged(history, window):
-    """Whether the mean |log ratio| of the last two windows of steps differs by less than 1% (the authors' stopping rule)."""
+    """Whether the mean |log ratio| of the last two windows of steps differs by less than 1% (the authors'
+    stopping rule)."""
     if not window or len(history) < 2 * window:
         return False
     before, last = sum(history[-2 * window:-window]), sum(history[-window:])
@@ -218,8 +221,8 @@ def train(args, world, folder, values, made_from):
     """Optimise Eq. 12 and save RUN/actor -> the summary."""
     steps, drift, advantage, counts = choose_pairs(args.run, values, args.gap, args.seed)
     if not steps:
-        raise UserError(f"{args.run}: no state has max A - min A >= {args.gap}: lower --gap, or look at the critic's summary "
-                        "in train_critic.json")
+        raise UserError(f"{args.run}: no state has max A - min A >= {args.gap}: lower --gap, or look at the critic's "
+                        "summary in train_critic.json")
     groups, drift_groups = pack(steps, args.max_tokens), pack(drift, args.max_tokens)
     sizes = [sum(len(row.nodes) for row in group) for group in groups]
     batches = make_batches(sizes, args.batch, args.epochs, args.seed)
@@ -236,8 +239,8 @@ def train(args, world, folder, values, made_from):
     done = checkpoint.load()
     log = Log(args.run, "train_actor", len(batches), done, world)
     if world.rank == 0:
-        print(f"{counts['pairs trained on']:,} pairs of {counts['states trained on']:,} states (of {counts['states']:,}) in "
-              f"{sum(map(len, groups)):,} rows, {len(batches):,} steps", flush=True)
+        print(f"{counts['pairs trained on']:,} pairs of {counts['states trained on']:,} states (of "
+              f"{counts['states']:,}) in {sum(map(len, groups)):,} rows, {len(batches):,} steps", flush=True)
     history = [line["abs_log_ratio"] for line in log.lines()]
     for step in range(done, len(batches)):
         started = time.time()
@@ -275,8 +278,9 @@ def parse_args():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_run_flags(parser)
     method = parser.add_argument_group("method")
-    method.add_argument("--beta", type=positive(float), default=0.01, help="weight of KL(pi || pi_ref): the target log-ratio is A/beta, "
-                        "so a smaller beta asks for a larger move (paper: 0.01 or 0.02; default: %(default)s)")
+    method.add_argument("--beta", type=positive(float), default=0.01, help="weight of KL(pi || pi_ref): the target "
+                        "log-ratio is A/beta, so a smaller beta asks for a larger move (paper: 0.01 or 0.02; "
+                        "default: %(default)s)")
     method.add_argument("--gap", type=float, default=0.1, help="least max A - min A of a state to be trained on "
                         "(paper: %(default)s)")
     method.add_argument("--stop-window", type=int, default=0, metavar="W", help="stop when the mean |log ratio| of two "
@@ -298,8 +302,8 @@ def main():
     made_from = {"trees": trees_hash, "policy": policy_hash}
     if world.rank == 0:
         inputs = {**made_from, "values": file_hash(args.run / "values.safetensors")}
-        summary = start_stage(args.run, "train_actor", training_settings(args, "beta", "gap", "stop_window"), inputs, outputs,
-                              args.overwrite)
+        summary = start_stage(args.run, "train_actor", training_settings(args, "beta", "gap", "stop_window"), inputs,
+                              outputs, args.overwrite)
     summary = [summary]
     dist.broadcast_object_list(summary)
     if summary[0]:

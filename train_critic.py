@@ -44,7 +44,8 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 from transformers import AttentionInterface, AutoConfig, AutoModelForTokenClassification
 
 from generate import (UserError, add_run_flags, file_hash, find_model, finish_stage, load_tokenizer, model_hash,
-                      positive, print_complete, progress_bar, read_jsonl, render_prompt, run_stage, stage_record, start_stage)
+                      positive, print_complete, progress_bar, read_jsonl, render_prompt, run_stage, stage_record,
+                      start_stage)
 
 PAD_TO = 128  # rows are padded to a multiple of this many tokens: the block size of the attention
 
@@ -128,7 +129,8 @@ def lay_out(parts):
         size = dict.fromkeys(nodes, 1)  # of the subtree
         for node in reversed(nodes[1:]):
             size[steps.parents[node]] += size[node]
-        last, depth = {-1: -1}, {-1: 0}  # of each node: where its last token stands, and how long the path to its end is
+        # of each node: where its last token stands, and how long the path to its end is
+        last, depth = {-1: -1}, {-1: 0}
         for node in nodes:
             begin, parent, length = len(tokens), steps.parents[node], len(steps.tokens[node])
             tokens += steps.tokens[node]
@@ -141,7 +143,8 @@ def lay_out(parts):
             if node in scored:
                 scores.append((steps.first + node, begin, len(tokens), last[parent]))
     padding = -len(tokens) % PAD_TO
-    columns = (tokens + [0] * padding, positions + [0] * padding, enter + [clock] * padding, exit_ + [clock + 1] * padding)
+    columns = (tokens + [0] * padding, positions + [0] * padding,
+               enter + [clock] * padding, exit_ + [clock + 1] * padding)
     return Row(*(np.array(column, dtype=np.int32) for column in columns),
                *np.array(scores, dtype=np.int64).reshape(-1, 4).T)
 
@@ -192,7 +195,8 @@ def tree_attention(module, query, key, value, attention_mask, scaling=None, tree
     Pass tree=tree_mask(row, device) to the model's forward.
     """
     if kwargs.get("sliding_window") or kwargs.get("softcap"):
-        raise UserError(f"{type(module).__name__}: sliding windows and soft-capped scores are not built into tree_attention")
+        raise UserError(f"{type(module).__name__}: sliding windows and soft-capped scores are not built into "
+                        "tree_attention")
     if isinstance(tree, BlockMask):
         out = _flex_attention(query, key, value, block_mask=tree, scale=scaling,
                               enable_gqa=query.shape[1] != key.shape[1])
@@ -318,11 +322,12 @@ class Checkpoint:
 
     def folders(self):
         """Whole checkpoints, oldest first."""
-        return sorted(self.target.parent.glob(f"{self.target.name}.ckpt-*"), key=lambda path: int(path.name.split("-")[-1]))
+        return sorted(self.target.parent.glob(f"{self.target.name}.ckpt-*"),
+                      key=lambda path: int(path.name.split("-")[-1]))
 
     def state(self):
-        """Everything that a step changes: {name: tensor}. (Nothing random is left to save: the order of the batches comes
-        from the seed, the learning rate from the step.)"""
+        """Everything that a step changes: {name: tensor}. (Nothing random is left to save: the order of the batches
+        comes from the seed, the learning rate from the step.)"""
         tensors = {}
         for name, weight in self.model.named_parameters():
             moments = self.optimizer.state[weight]
@@ -360,13 +365,15 @@ def remove_checkpoints(target):
 
 
 class Log:
-    """A line a step in RUN/log.jsonl and in the progress bar, on rank 0; cut back to where a resumed training goes on."""
+    """A line a step in RUN/log.jsonl and in the progress bar, on rank 0; cut back to where a resumed training
+    goes on."""
 
     def __init__(self, run, stage, steps, done, world):
         self.path, self.stage, self.steps, self.world = run / "log.jsonl", stage, steps, world
         self.bar = progress_bar(steps, stage, "steps", initial=done)
         if world.rank == 0 and self.path.exists():
-            whole = [json.loads(line) for line in self.path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+            whole = [json.loads(line) for line in self.path.read_text().splitlines(keepends=True)
+                     if line.endswith("\n")]
             kept = [line for line in whole if line["stage"] != stage or line["step"] <= done]
             part = Path(f"{self.path}.tmp")
             part.write_text("".join(json.dumps(line) + "\n" for line in kept))
@@ -392,9 +399,9 @@ class Log:
 # The optimiser step
 
 def make_batches(sizes, batch, epochs, seed):
-    """Deal groups into optimiser steps: the epochs' groups, each epoch's in a seeded order of its own, are one stream, taken
-    from until a step has `batch` pairs (or states). sizes: pairs of each group -> a list of group numbers for every step. A
-    last step of less than half a batch joins the one before it."""
+    """Deal groups into optimiser steps: the epochs' groups, each epoch's in a seeded order of its own, are one stream,
+    taken from until a step has `batch` pairs (or states). sizes: pairs of each group -> a list of group numbers for
+    every step. A last step of less than half a batch joins the one before it."""
     stream = []
     for epoch in range(epochs):
         order = [group for group, size in enumerate(sizes) if size]
@@ -441,16 +448,17 @@ def make_optimizer(model):
 def optimizer_step(model, optimizer, rows, row_loss, lr, clip, world):
     """One optimiser step on rows -> the gradient's norm.
 
-    row_loss(row, weight) is the row's share of the loss: its sum, divided by the count of the *whole* step; a weight of 0
-    marks a row that only keeps the ranks in step. FSDP averages gradients over the ranks, so the loss is multiplied by
-    their number.
+    row_loss(row, weight) is the row's share of the loss: its sum, divided by the count of the *whole* step; a weight
+    of 0 marks a row that only keeps the ranks in step. FSDP averages gradients over the ranks, so the loss is
+    multiplied by their number.
     """
     for row, weight in deal(rows, world.size)[world.rank]:
         (row_loss(row, weight) * weight * world.size).backward()
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
     norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
     if not math.isfinite(norm.item()):
-        raise UserError("the gradient is not finite: nothing was changed; go on from the last checkpoint with a lower --lr")
+        raise UserError("the gradient is not finite: nothing was changed; "
+                        "go on from the last checkpoint with a lower --lr")
     for group in optimizer.param_groups:
         group["lr"] = lr
     optimizer.step()
@@ -504,7 +512,8 @@ def node_tokens(tree, tokenizer, same_vocabulary, system):
             tokens.append(node["ids"])
         else:
             ended = "reward" in node and not node.get("cut") and tokenizer.eos_token_id is not None
-            tokens.append(tokenizer(node["text"], add_special_tokens=False).input_ids + [tokenizer.eos_token_id] * ended)
+            tokens.append(tokenizer(node["text"], add_special_tokens=False).input_ids
+                          + [tokenizer.eos_token_id] * ended)
     return tokens
 
 
@@ -564,7 +573,8 @@ def judge(value, label, n, problem, paths):
             "squared error against the true V": float(((value - label) ** 2 - noise)[several].mean()),
             "correlation with Monte-Carlo": correlation(value, label),
             "correlation within problems": correlation(within(value), within(label)),
-            "std of V within solutions": float(np.mean([value[path].std() for path in paths if len(path) > 1] or [0.0])),
+            "std of V within solutions": float(np.mean([value[path].std() for path in paths if len(path) > 1]
+                                                       or [0.0])),
             "calibration": table}
 
 
@@ -596,7 +606,8 @@ def train(args, world, tree_steps, labels, n_nodes):
     sizes = [sum(len(row.nodes) for row in group) for group in groups]
     batches = make_batches(sizes, args.batch, args.epochs, args.seed)
     # transformers' default dropout before the head, 0.1, would be on in training
-    model = load_model(AutoModelForTokenClassification, base, world, args.recompute, num_labels=1, classifier_dropout=0.0)
+    model = load_model(AutoModelForTokenClassification, base, world, args.recompute,
+                       num_labels=1, classifier_dropout=0.0)
     optimizer = make_optimizer(model)
     checkpoint = Checkpoint(target, model, optimizer, world)
     done = checkpoint.load()
@@ -650,23 +661,28 @@ def load_values(path, name="values", **made_from):
         for what, expected in made_from.items():
             found = (file.metadata() or {}).get(what)
             if found != expected:
-                raise UserError(f"{path}: was made from another {what} ({found}, now {expected}): run the stage that wrote it "
-                                "with --overwrite, or restore what it was made from")
+                raise UserError(f"{path}: was made from another {what} ({found}, now {expected}): run the stage that "
+                                "wrote it with --overwrite, or restore what it was made from")
         return file.get_tensor(name)
 
 
 def add_training_flags(parser, batch, unit, lr):
     training = parser.add_argument_group("training")
     training.add_argument("--lr", type=positive(float), default=lr, help="peak learning rate (paper: %(default)s)")
-    training.add_argument("--batch", type=positive(int), default=batch, help=f"{unit} an optimiser step (paper: %(default)s)")
+    training.add_argument("--batch", type=positive(int), default=batch,
+                          help=f"{unit} an optimiser step (paper: %(default)s)")
     training.add_argument("--epochs", type=positive(int), default=1, help="passes over the data (default: %(default)s)")
-    training.add_argument("--clip", type=positive(float), default=1.0, help="largest norm of the gradient (default: %(default)s)")
-    training.add_argument("--max-tokens", type=positive(int), default=16384, help="tokens a row, the unit of a forward and backward "
-                          "pass: lower it when memory runs out (default: %(default)s)")
-    training.add_argument("--recompute", action=argparse.BooleanOptionalAction, default=True, help="compute activations "
-                          "again in the backward pass: far less memory, a third more time (default: yes)")
-    training.add_argument("--save-every", type=positive(int), default=50, help="steps between checkpoints (default: %(default)s)")
-    training.add_argument("--save-dtype", choices=["float32", "bfloat16"], help="of the saved weights (default: as loaded)")
+    training.add_argument("--clip", type=positive(float), default=1.0,
+                          help="largest norm of the gradient (default: %(default)s)")
+    training.add_argument("--max-tokens", type=positive(int), default=16384, help="tokens a row, the unit of a forward "
+                          "and backward pass: lower it when memory runs out (default: %(default)s)")
+    training.add_argument("--recompute", action=argparse.BooleanOptionalAction, default=True,
+                          help="compute activations again in the backward pass: far less memory, a third more time "
+                          "(default: yes)")
+    training.add_argument("--save-every", type=positive(int), default=50,
+                          help="steps between checkpoints (default: %(default)s)")
+    training.add_argument("--save-dtype", choices=["float32", "bfloat16"],
+                          help="of the saved weights (default: as loaded)")
 
 
 def training_settings(args, *more):
@@ -694,8 +710,9 @@ def check_not_overwritten(source, target):
 def parse_args():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_run_flags(parser)
-    parser.add_argument("--critic", default="Qwen/Qwen2.5-Math-7B-Instruct", help="the model that becomes the critic, any "
-                        "language model or, to warm-start, an earlier critic; a folder or a name on the hub (paper: %(default)s)")
+    parser.add_argument("--critic", default="Qwen/Qwen2.5-Math-7B-Instruct", help="the model that becomes the critic, "
+                        "any language model or, to warm-start, an earlier critic; a folder or a name on the hub "
+                        "(paper: %(default)s)")
     parser.add_argument("--holdout", type=float, default=0.05, help="share of the problems kept for testing the critic "
                         "(default: %(default)s)")
     add_training_flags(parser, batch=512, unit="states", lr=5e-6)
@@ -712,7 +729,8 @@ def main():
     world, summary = World(), None
     if world.rank == 0:
         summary = start_stage(args.run, "train_critic", training_settings(args, "holdout"),
-                              {"trees.jsonl": trees_hash, "critic base": model_hash(base)}, [critic, values_path], args.overwrite)
+                              {"trees.jsonl": trees_hash, "critic base": model_hash(base)},
+                              [critic, values_path], args.overwrite)
     summary = [summary]
     dist.broadcast_object_list(summary)
     if summary[0]:
@@ -743,7 +761,8 @@ def main():
         finish_stage(args.run, "train_critic", {"nodes scored": len(values), "mean V": values.mean().item(),
                                                 "held-out states": 0, **numbers}, calibration=table)
         remove_checkpoints(critic)
-        print("  calibration: " + "  ".join(f"{row['V']:.2f}->{row['Monte-Carlo']:.2f} ({row['states']})" for row in table))
+        print("  calibration: " + "  ".join(f"{row['V']:.2f}->{row['Monte-Carlo']:.2f} ({row['states']})"
+                                            for row in table))
     dist.barrier()
     dist.destroy_process_group()
 
