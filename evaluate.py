@@ -9,8 +9,8 @@ Writes:  RUN/answers.jsonl  a line for each model, problem and kind (greedy, sam
          RUN/report.json    {"models": {name: {"greedy": ..., ...}}, "paired": ..., ...}
          RUN/report.md, RUN/report.png
 
-Laptop:  python evaluate.py --run runs/toy --n 4 --max-tokens 64
-GPUs:    torchrun --nproc-per-node 8 -- evaluate.py --run runs/math --test math500.jsonl
+Laptop:  python evaluate.py --run runs/toy --n 4 --max-tokens 64 --critic runs/toy/critic
+GPUs:    torchrun --nproc-per-node 8 -- evaluate.py --run runs/math --test math_test.jsonl
 Interrupted? Run the same command again: it goes on with the answers that are missing.
 """
 import argparse
@@ -355,6 +355,7 @@ def main():
     args = parse_args()
     quiet_libraries()
     team = Team(args.tensor_parallel)
+    args.run.mkdir(parents=True, exist_ok=True)
     models = named_models(args.models, args.run)
     test, answers_path = args.run / "test.jsonl", args.run / "answers.jsonl"
     critic, summary = args.critic and find_model(args.critic), None

@@ -7,7 +7,8 @@ Reads:   RUN/problems.jsonl (imported from any data file by --problems), the pol
 Writes:  RUN/solutions.jsonl  one problem a line: id, problem, answer, prompt, prompt_ids, solutions
          RUN/generate.json    the settings, the policy's hash, the summary
 
-Laptop:  python generate.py --run runs/toy --solutions 4 --max-tokens 64
+Laptop:  (once `python test_dapo.py` has made the toy)
+         python generate.py --run runs/toy --solutions 4 --max-tokens 64
 GPUs:    torchrun --nproc-per-node 8 -- generate.py --run runs/math --problems math_train.jsonl \
              --model Qwen/Qwen2.5-Math-7B-Instruct
 Interrupted? Run the same command again: it goes on with the problems that are missing.
@@ -484,6 +485,7 @@ class Sampler:
     def close(self):
         """Give the engine's memory and process group back."""
         from vllm.distributed import cleanup_dist_env_and_memory
+        self.llm.llm_engine.engine_core.shutdown()
         self.llm = None
         cleanup_dist_env_and_memory()
 
@@ -672,7 +674,7 @@ def add_run_flags(parser):
 def add_engine_flags(parser):
     engine = parser.add_argument_group("vLLM")
     engine.add_argument("--tensor-parallel", type=positive(int), default=1,
-                        help="GPUs an engine (default: %(default)s)")
+                        help="GPUs per engine (default: %(default)s)")
     engine.add_argument("--gpu-memory", type=positive(float), default=0.9,
                         help="share of each GPU's memory (default: %(default)s)")
 
@@ -685,7 +687,7 @@ def parse_args():
     parser.add_argument("--system", default=SYSTEM, help="system prompt of chat models (default: %(default)s)")
     sampling = parser.add_argument_group("sampling")
     sampling.add_argument("--solutions", type=positive(int), default=32,
-                          help="solutions a problem (paper: %(default)s)")
+                          help="solutions a problem (default, as in the paper: %(default)s)")
     sampling.add_argument("--temperature", type=float, default=1.0,
                           help="1 samples from pi_ref itself (default: %(default)s)")
     sampling.add_argument("--top-p", type=float, default=1.0,

@@ -206,9 +206,9 @@ def parse_args():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_run_flags(parser)
     parser.add_argument("--select", type=positive(int), default=6,
-                        help="solutions a problem to label (paper: %(default)s)")
+                        help="solutions a problem to label (default, as in the paper: %(default)s)")
     parser.add_argument("--completions", type=positive(int), default=16,
-                        help="completions a state, N and M (paper: %(default)s)")
+                        help="completions a state, N and M (default, as in the paper: %(default)s)")
     add_engine_flags(parser)
     return parser.parse_args()
 

@@ -10,6 +10,7 @@ are sampled, the careless mark can be learnt, and the truth V(s) can be computed
     2+2-8+7-1+3=    2+2=4    4-8?7 (a slip: it is 6)    7+7=4    4-1=3    3+3=6    \boxed{6} (wrong: it is 5)
 """
 import argparse
+import gzip
 import importlib
 import importlib.util
 import itertools
@@ -201,7 +202,7 @@ def true_values(policy_folder, problems):
     """The truth of states: V(s) = sum over right next steps of pi(a|s) V(s a), 0 after a slip, by the policy's own
     log-probs -> [(nodes, tokens, V, how likely the policy is to come to each node), ...]."""
     from transformers import AutoModelForCausalLM
-    from train_actor import Policy, reference_logps
+    from train_actor import Policy, node_logps
     from train_critic import Steps, load_model, pack
     with one_rank() as world:
         policy = load_model(AutoModelForCausalLM, policy_folder, world, wrap=Policy)
@@ -210,7 +211,7 @@ def true_values(policy_folder, problems):
             all_steps.append(Steps(problem, first, [node["parent"] for node in nodes], tokens,
                                    list(range(1, len(nodes)))))
             first += len(nodes)
-        logps = reference_logps(policy, pack(all_steps, 4096), first, world)
+        logps = node_logps(policy, pack(all_steps, 4096), first, world)
     result = []
     for steps, (nodes, tokens) in zip(all_steps, trees):
         p = np.exp(logps[steps.first:steps.first + len(nodes)].double().numpy())  # of each step, at its parent
@@ -255,6 +256,28 @@ def judge_critic(run, problems):
     covariance = np.cov(v, true, aweights=weights)
     return {"problems": len(problems), "risky states": len(above), "V(right) > V(slip)": float(np.mean(above)),
             "correlation": float(covariance[0, 1] / math.sqrt(covariance[0, 0] * covariance[1, 1]))}
+
+
+def sampled_kl(run):
+    """KL(pi || pi_ref) of whole solutions, in nats: the mean of log pi(y|x) / pi_ref(y|x) over the actor's own samples."""
+    from transformers import AutoModelForCausalLM
+    from train_actor import Policy, node_logps
+    from train_critic import Steps, load_model, pack
+    prompts = {row["id"]: toy_tokenizer()(row["problem"]).input_ids for row in read_lines(run / "test.jsonl")}
+    all_steps, first = [], 0
+    for line in read_lines(run / "answers.jsonl"):
+        if (line["model"], line["kind"]) == ("actor", "sampled"):
+            tokens, n = [answer["ids"] for answer in line["answers"]], len(line["answers"])
+            all_steps.append(Steps(line["id"], first, [-1] + [0] * n, [prompts[line["id"]], *tokens], list(range(1, n + 1))))
+            first += n + 1
+    with one_rank() as world:
+        actor, ref = (node_logps(load_model(AutoModelForCausalLM, run / name, world, wrap=Policy), pack(all_steps, 4096),
+                                 first, world) for name in ("actor", "policy"))
+    return (actor - ref).nanmean().item()
+
+
+def read_lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def path_to(nodes, node):
@@ -658,8 +681,10 @@ def test_batches_hold_whole_groups_and_every_epoch_all_of_them():
     sizes = [5, 1, 0, 7, 2, 2]
     steps = make_batches(sizes, 6, epochs=3, seed=0)
     assert sorted(g for step in steps for g in step) == sorted([0, 1, 3, 4, 5] * 3)
-    assert all(sum(sizes[g] for g in step) >= 6 for step in steps[:-1]) and sum(sizes[g] for g in steps[-1]) >= 3
+    assert all(3 <= sum(sizes[g] for g in step) <= 9 for step in steps), "as close to 6 as whole groups allow"
     assert steps == make_batches(sizes, 6, epochs=3, seed=0) != make_batches(sizes, 6, epochs=3, seed=1)
+    small = pack(random_forest(0, [5] * 40), 4096, max_nodes=20)
+    assert len(small) == 8 and all(len(row.nodes) == 20 for [row] in small), "no row holds more than a batch"
     rows = [row for group in pack(random_forest(0, [9, 30, 30, 5, 12]), 50) for row in group]
     hands = deal(rows, 3)
     assert len({len(hand) for hand in hands}) == 1 and sum(weight for hand in hands for _, weight in hand) == len(rows)
@@ -741,6 +766,35 @@ def test_judging_a_critic():
     assert all(abs(bin_["V"] - bin_["Monte-Carlo"]) < 0.03 for bin_ in good["calibration"])
 
 
+def test_prompts():
+    """By the chat template if there is one, else the bare problem."""
+    from generate import render_prompt
+    tokenizer = byte_level_tokenizer()
+    assert render_prompt(tokenizer, "1+1?", "be brief") == ("1+1?", tokenizer("1+1?").input_ids)
+    tokenizer.chat_template = ("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+                               "{% if add_generation_prompt %}<assistant>{% endif %}")
+    text, ids = render_prompt(tokenizer, "1+1?", "be brief")
+    assert text == "<system>be brief<user>1+1?<assistant>" and tokenizer.decode(ids) == text
+    assert render_prompt(tokenizer, "1+1?", "")[0] == "<user>1+1?<assistant>"
+
+
+def test_problem_files(tmp_path):
+    from generate import load_problems
+    rows = [{"question": "q", "answer": "so <<1+1=2>>\n#### 2", "idx": 0}, {"problem": "p", "solution": r"is $\boxed{x^{2}}$."},
+            {"question": "q", "final_answer": ["$\\frac{1}{2}$"], "id": 7}, {"problem": "p", "answer": 5, "unique_id": "u"}]
+    (tmp_path / "p.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
+    (tmp_path / "p.json").write_text(json.dumps(rows))
+    with gzip.open(tmp_path / "p.jsonl.gz", "wt") as file:
+        file.write((tmp_path / "p.jsonl").read_text())
+    problems = load_problems(tmp_path / "p.jsonl")
+    assert [(row["id"], row["answer"]) for row in problems] == [("0", "2"), ("1", "x^{2}"), ("7", r"\frac{1}{2}"), ("u", "5")]
+    assert problems == load_problems(tmp_path / "p.jsonl.gz") == load_problems(tmp_path / "p.json")
+    data = HERE.parent / "shared" / "data"  # real benchmark files, where they are
+    for name, count in (("gsm8k", 1319), ("minerva_math", 272), ("olympiadbench", 675), ("college_math", 2818)):
+        if (data / f"{name}.jsonl").exists():
+            assert len(load_problems(data / f"{name}.jsonl")) == count
+
+
 def test_requests_have_seeds_that_are_no_neighbours():
     from generate import Request
     seeds = [Request(f"label/a/{i}", {}, {}, [], [], 16, 1, seed=seed).engine_seed()
@@ -807,16 +861,13 @@ def copy_of(run, target, *names):
     return target
 
 
-def read_lines(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 def test_the_toy_is_as_flawed_as_it_should_be_and_gets_better(toy):
     report = json.loads((toy / "report.json").read_text())
     ref, actor = report["models"]["ref"], report["models"]["actor"]
     assert ref["greedy"] <= 0.5 and actor["greedy"] >= 0.9
     assert actor["sampled"] >= ref["sampled"] + 0.1
     assert report["paired"]["McNemar p"] < 1e-6 and ref["best-of-4"] > ref["sampled"]
+    assert 0.1 < sampled_kl(toy) < 10
     for name in ("report.md", "report.png", "answers.jsonl"):
         assert (toy / name).stat().st_size > 500
 
@@ -888,11 +939,11 @@ def test_before_the_first_step_the_log_ratio_is_zero(toy):
     from train_critic import make_batches, pack
     values = load_file(toy / "values.safetensors")["values"]
     train, _, advantage, _ = choose_pairs(toy, values, 0.1, seed=0)
-    groups = pack(train, 1024)
-    first = make_batches([sum(len(row.nodes) for row in group) for group in groups], 96, 8, 0)[0]
+    groups = pack(train, 1024, 144)
+    first = make_batches([sum(len(row.nodes) for row in group) for group in groups], 144, 8, 0)[0]
     nodes = np.concatenate([row.nodes for group in first for row in groups[group]])
     line = next(line for line in read_lines(toy / "log.jsonl") if line["stage"] == "train_actor")
-    assert line["abs_log_ratio"] == 0.0 and line["pairs"] == len(nodes) >= 96
+    assert line["abs_log_ratio"] == 0.0 and line["pairs"] == len(nodes) >= 72
     assert line["loss"] == pytest.approx((0.5 * (advantage[nodes] / 0.3) ** 2).mean().item(), rel=1e-5)
 
 
@@ -1026,7 +1077,11 @@ def test_a_critic_with_another_tokenizer(trained, tmp_path):
     run, _ = trained
     again, base = copy_of(run, tmp_path / "run", *INPUTS), make_model(tmp_path / "base", vocabulary=400)
     byte_level_tokenizer().save_pretrained(base)
-    run_script(f"train_critic.py --run {again} --critic {base} --lr 1e-3 --batch 64 --max-tokens 2048")
+    run_script(f"train_critic.py --run {again} --critic {base} --lr 1e-3 --batch 64 --max-tokens 2048 "
+               "--save-dtype bfloat16 --holdout 0.2 --clip 0.5")
+    assert {weight.dtype for weight in weights_of(again / "critic").values()} == {torch.bfloat16}
+    held_out = json.loads((again / "train_critic.json").read_text())["summary"]["held-out states"]
+    assert 0 < held_out < 0.5 * sum("value" in node for tree in read_lines(again / "trees.jsonl") for node in tree["nodes"])
     values = load_values(again / "values.safetensors")
     trees = read_lines(again / "trees.jsonl")
     assert len(values) == sum(len(tree["nodes"]) for tree in trees) and (values > 0).all() and (values < 1).all()
@@ -1157,8 +1212,8 @@ def toy_commands(run, seed, epochs=4):
     common, training = f"--run {run} --seed {seed}", "--max-tokens 1024 --no-recompute"
     return [f"generate.py {common} --solutions 4 --max-tokens 64",
             f"label.py {common} --select 2 --completions 4",
-            f"train_critic.py {common} --critic {run}/policy --lr 3e-3 --batch 96 --epochs {epochs} {training}",
-            f"train_actor.py {common} --beta 0.3 --lr 1e-4 --batch 96 --epochs 8 {training}",
+            f"train_critic.py {common} --critic {run}/policy --lr 3e-3 --batch 144 --epochs {epochs} {training}",
+            f"train_actor.py {common} --beta 0.3 --lr 1e-4 --batch 144 --epochs 8 {training}",
             f"evaluate.py {common} --n 4 --max-tokens 64 --critic {run}/critic"]
 
 
@@ -1179,14 +1234,12 @@ def demo(run, seed):
         begun = time.time()
         run_command(command)
         print(f"({time.time() - begun:.0f} s)", flush=True)
-    problems = [json.loads(line)["problem"] for line in (run / "test.jsonl").read_text().splitlines()[:128]]
-    marks = judge_critic(run, problems)
-    print(f"\nThe critic on {marks['problems']} unseen problems: V(right) > V(slip) in "
-          f"{marks['V(right) > V(slip)']:.1%} of {marks['risky states']} risky states, "
-          f"correlation with the truth within problems {marks['correlation']:.2f}.")
-    print("\n" + (run / "report.md").read_text())
-    print(f"{run / 'report.md'}, {run / 'report.png'}: the report and the picture "
-          f"({time.time() - started:.0f} s in all)")
+    marks = judge_critic(run, [row["problem"] for row in read_lines(run / "test.jsonl")[:128]])
+    print(f"\nThe critic on {marks['problems']} unseen problems: V(right) > V(slip) in {marks['V(right) > V(slip)']:.1%} "
+          f"of {marks['risky states']} risky states, correlation with the truth within problems "
+          f"{marks['correlation']:.2f}.\nThe actor: KL(pi || pi_ref) = {sampled_kl(run):.2f} nats a solution.\n")
+    print((run / "report.md").read_text())
+    print(f"{run / 'report.md'}, {run / 'report.png'}: the report and the picture ({time.time() - started:.0f} s in all)")
 
 
 def main():

@@ -8,15 +8,16 @@ The actions of s are the first steps of its completions. The minimiser has log-r
 over all samples, but each distinct action is trained on once; only states with max A - min A >= --gap are trained on.
 
 Reads:   RUN/trees.jsonl, RUN/values.safetensors, the policy that was sampled from (pi_ref)
-Writes:  RUN/ref_logps.safetensors  log pi_ref(a|s) of every trained node (NaN elsewhere)
+Writes:  RUN/ref_logps.safetensors  log pi_ref(a|s) of the trained nodes and of the drift's sample (NaN elsewhere)
          RUN/actor/                 the new policy, with tokenizer and generation config
          RUN/train_actor.json       the settings, the summary
          RUN/log.jsonl              a line a step, with stage "train_actor"
 
-Departs from the paper: a batch takes whole trees until it has --batch pairs, so it holds fewer problems than shuffled
-pairs would.
+Departs from the paper: a batch takes whole rows of trees, as many as come closest to --batch pairs, so it holds fewer
+problems than shuffled pairs would.
 
-Laptop:  python train_actor.py --run runs/toy --beta 0.3 --lr 1e-4 --batch 96 --epochs 8
+Laptop:  python train_actor.py --run runs/toy --beta 0.3 --lr 1e-4 --batch 144 --epochs 8 --max-tokens 1024 \
+             --no-recompute
 GPUs:    torchrun --nproc-per-node 8 -- train_actor.py --run runs/math
 Interrupted? Run the same command again: it goes on from its last checkpoint, to the same weights.
 """
@@ -127,8 +128,8 @@ class Policy(torch.nn.Module):
 
 
 @torch.no_grad()
-def reference_logps(policy, groups, n_nodes, world):
-    """log pi_ref(a|s) of all scored nodes (NaN elsewhere), from the very rows and weights that training starts with."""
+def node_logps(policy, groups, n_nodes, world):
+    """log pi(a|s) of all scored nodes of the rows: (n_nodes,), NaN for nodes that no row scores."""
     logps, seen = torch.zeros(2, n_nodes, device=world.device)
     for row, weight in deal([row for group in groups for row in group], world.size)[world.rank]:
         nodes = torch.from_numpy(row.nodes).to(world.device)
@@ -223,13 +224,14 @@ def train(args, world, folder, values, made_from):
     if not steps:
         raise UserError(f"{args.run}: no state has max A - min A >= {args.gap}: lower --gap, or look at the critic's "
                         "summary in train_critic.json")
-    groups, drift_groups = pack(steps, args.max_tokens), pack(drift, args.max_tokens)
+    groups, drift_groups = pack(steps, args.max_tokens, args.batch), pack(drift, args.max_tokens)
     sizes = [sum(len(row.nodes) for row in group) for group in groups]
     batches = make_batches(sizes, args.batch, args.epochs, args.seed)
     policy = load_model(AutoModelForCausalLM, folder, world, args.recompute, wrap=Policy)
     ref_path = args.run / "ref_logps.safetensors"
     if not ref_path.exists():
-        ref = reference_logps(policy, groups + drift_groups, len(values), world)
+        # from the very rows and weights that training starts with, so that every log ratio starts at 0
+        ref = node_logps(policy, groups + drift_groups, len(values), world)
         if world.rank == 0:
             save_values(ref_path, ref, "log_probs", **made_from)
     dist.barrier()

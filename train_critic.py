@@ -11,9 +11,11 @@ Writes:  RUN/critic/             an AutoModelForTokenClassification with one lab
          RUN/train_critic.json   the settings, the summary, the calibration table of the held-out problems
          RUN/log.jsonl           a line a step, with stage "train_critic"
 
-Departs from the paper: a batch takes whole trees until it has --batch states; 5% of the problems are held out.
+Departs from the paper: a batch takes whole rows of trees, as many as come closest to --batch states; 5% of the problems
+are held out.
 
-Laptop:  python train_critic.py --run runs/toy --critic runs/toy/policy --lr 3e-3 --batch 96 --epochs 4
+Laptop:  python train_critic.py --run runs/toy --critic runs/toy/policy --lr 3e-3 --batch 144 --epochs 4 \
+             --max-tokens 1024 --no-recompute
 GPUs:    torchrun --nproc-per-node 8 -- train_critic.py --run runs/math
 Interrupted? Run the same command again: it goes on from its last checkpoint, to the same weights.
 """
@@ -149,23 +151,25 @@ def lay_out(parts):
                *np.array(scores, dtype=np.int64).reshape(-1, 4).T)
 
 
-def pack(trees, max_tokens):
+def pack(trees, max_tokens, max_nodes=math.inf):
     """Pack trees into rows of at most max_tokens tokens (padding aside) -> groups of rows: list[list[Row]].
+
+    Trees share a row until it has max_nodes scored nodes, so that a row need not be larger than a batch.
 
     Small trees share a row; a tree that outgrows a row is cut over the rows of one group. An optimiser step takes whole
     groups, so that all actions of a state are in the same batch.
     """
-    groups, open_parts, used = [], [], 0
+    groups, open_parts, used, nodes = [], [], 0, 0
     for steps in trees:
         parts = [(steps, *part) for part in cut(steps, max_tokens)]
         if len(parts) > 1:
             groups.append([lay_out([part]) for part in parts])
             continue
-        size = sum(len(steps.tokens[node]) for _, nodes, _ in parts for node in nodes)
-        if used + size > max_tokens:
+        size = sum(len(steps.tokens[node]) for _, walk, _ in parts for node in walk)
+        if open_parts and (used + size > max_tokens or nodes + len(steps.wanted) > max_nodes):
             groups.append([lay_out(open_parts)])
-            open_parts, used = [], 0
-        open_parts, used = open_parts + parts, used + size
+            open_parts, used, nodes = [], 0, 0
+        open_parts, used, nodes = open_parts + parts, used + size, nodes + len(steps.wanted)
     return groups + [[lay_out(open_parts)]] if open_parts else groups
 
 
@@ -400,8 +404,11 @@ class Log:
 
 def make_batches(sizes, batch, epochs, seed):
     """Deal groups into optimiser steps: the epochs' groups, each epoch's in a seeded order of its own, are one stream,
-    taken from until a step has `batch` pairs (or states). sizes: pairs of each group -> a list of group numbers for
-    every step. A last step of less than half a batch joins the one before it."""
+    from which a step takes groups as long as that brings it closer to `batch` pairs (or states).
+
+    sizes: pairs of each group -> a list of group numbers for every step. A last step of less than half a batch joins the
+    one before it.
+    """
     stream = []
     for epoch in range(epochs):
         order = [group for group, size in enumerate(sizes) if size]
@@ -409,15 +416,13 @@ def make_batches(sizes, batch, epochs, seed):
         stream += order
     steps, step, count = [], [], 0
     for group in stream:
-        step, count = step + [group], count + sizes[group]
-        if count >= batch:
+        if step and abs(count + sizes[group] - batch) >= abs(count - batch):
             steps.append(step)
             step, count = [], 0
-    if step and steps and count < batch / 2:
-        steps[-1] = steps[-1] + step
-    elif step:
-        steps.append(step)
-    return steps
+        step, count = step + [group], count + sizes[group]
+    if steps and count < batch / 2:
+        return [*steps[:-1], steps[-1] + step]
+    return steps + [step]
 
 
 def deal(rows, ranks):
@@ -600,7 +605,7 @@ def train(args, world, tree_steps, labels, n_nodes):
     """Fit the critic and save it as RUN/critic."""
     base, target = find_model(args.critic), args.run / "critic"
     training, holdout = ([steps for steps, held in tree_steps() if held == want] for want in (False, True))
-    groups, test_groups = pack(training, args.max_tokens), pack(holdout, args.max_tokens)
+    groups, test_groups = pack(training, args.max_tokens, args.batch), pack(holdout, args.max_tokens)
     if not groups:
         raise UserError(f"{args.run / 'trees.jsonl'}: all problems are held out: lower --holdout {args.holdout}")
     sizes = [sum(len(row.nodes) for row in group) for group in groups]
@@ -668,9 +673,10 @@ def load_values(path, name="values", **made_from):
 
 def add_training_flags(parser, batch, unit, lr):
     training = parser.add_argument_group("training")
-    training.add_argument("--lr", type=positive(float), default=lr, help="peak learning rate (paper: %(default)s)")
+    training.add_argument("--lr", type=positive(float), default=lr,
+                          help="peak learning rate (default, as in the paper: %(default)s)")
     training.add_argument("--batch", type=positive(int), default=batch,
-                          help=f"{unit} an optimiser step (paper: %(default)s)")
+                          help=f"{unit} an optimiser step (default, as in the paper: %(default)s)")
     training.add_argument("--epochs", type=positive(int), default=1, help="passes over the data (default: %(default)s)")
     training.add_argument("--clip", type=positive(float), default=1.0,
                           help="largest norm of the gradient (default: %(default)s)")
@@ -712,7 +718,7 @@ def parse_args():
     add_run_flags(parser)
     parser.add_argument("--critic", default="Qwen/Qwen2.5-Math-7B-Instruct", help="the model that becomes the critic, "
                         "any language model or, to warm-start, an earlier critic; a folder or a name on the hub "
-                        "(paper: %(default)s)")
+                        "(default, as in the paper: %(default)s)")
     parser.add_argument("--holdout", type=float, default=0.05, help="share of the problems kept for testing the critic "
                         "(default: %(default)s)")
     add_training_flags(parser, batch=512, unit="states", lr=5e-6)
