@@ -16,7 +16,7 @@ Writes:  RUN/ref_logps.safetensors  log pi_ref(a|s) of the trained nodes and of 
 Departs from the paper: a batch takes whole rows of trees, as many as come closest to --batch pairs, so it holds fewer
 problems than shuffled pairs would.
 
-Laptop:  python train_actor.py --run runs/toy --beta 0.3 --lr 1e-4 --batch 144 --epochs 8 --max-tokens 1024 \
+Laptop:  python train_actor.py --run runs/toy --beta 0.3 --lr 1e-4 --batch 96 --epochs 10 --max-tokens 1024 \
              --no-recompute
 GPUs:    torchrun --nproc-per-node 8 -- train_actor.py --run runs/math
 Interrupted? Run the same command again: it goes on from its last checkpoint, to the same weights.

@@ -14,7 +14,7 @@ Writes:  RUN/critic/             an AutoModelForTokenClassification with one lab
 Departs from the paper: a batch takes whole rows of trees, as many as come closest to --batch states; 5% of the problems
 are held out.
 
-Laptop:  python train_critic.py --run runs/toy --critic runs/toy/policy --lr 3e-3 --batch 144 --epochs 4 \
+Laptop:  python train_critic.py --run runs/toy --critic runs/toy/policy --lr 3e-3 --batch 144 --epochs 5 \
              --max-tokens 1024 --no-recompute
 GPUs:    torchrun --nproc-per-node 8 -- train_critic.py --run runs/math
 Interrupted? Run the same command again: it goes on from its last checkpoint, to the same weights.
@@ -765,7 +765,8 @@ def main():
         numbers = judge_held_out(trees_path, values, args.holdout)
         table = numbers.pop("calibration", [])
         finish_stage(args.run, "train_critic", {"nodes scored": len(values), "mean V": values.mean().item(),
-                                                "held-out states": 0, **numbers}, calibration=table)
+                                                "held-out states": 0, **numbers},
+                     calibration=table, critic=model_hash(critic))
         remove_checkpoints(critic)
         print("  calibration: " + "  ".join(f"{row['V']:.2f}->{row['Monte-Carlo']:.2f} ({row['states']})"
                                             for row in table))
