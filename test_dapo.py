@@ -26,11 +26,14 @@ import sys
 import time
 from pathlib import Path
 
+# Read when torch is imported: threads that wait do not spin, which costs little, and much less when a core is taken.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 import numpy as np
 import pytest
 import torch
 
-from generate import UserError, file_hash, run_stage
+from generate import UserError, file_hash, model_hash, run_stage
 
 HERE = Path(__file__).parent
 
@@ -1067,7 +1070,7 @@ def test_two_ranks_train_to_the_weights_of_one(trained, tmp_path, stage):
     ours, theirs = ([line for line in read_lines(path / "log.jsonl") if line["stage"] == stage]
                     for path in (run, again))
     for a, b in zip(ours, theirs):
-        assert b["loss"] == pytest.approx(a["loss"], rel=1e-4)
+        assert b["loss"] == pytest.approx(a["loss"], rel=1e-3)
         assert b["grad_norm"] == pytest.approx(a["grad_norm"], rel=1e-3)
 
 
@@ -1100,6 +1103,7 @@ def test_a_critic_with_another_tokenizer(trained, tmp_path):
 def error_of(monkeypatch, capsys, stage, *arguments):
     """The last line on stderr of a stage that must end with exit code 2."""
     module = importlib.import_module(stage)
+    model_hash.cache_clear()
     monkeypatch.setattr(sys, "argv", [f"{stage}.py", *map(str, arguments)])
     with pytest.raises(SystemExit) as ended:
         run_stage(module.main)
