@@ -478,7 +478,8 @@ def byte_level_tokenizer():
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
     vocabulary = {symbol: i for i, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    merges = [("Ċ", "Ċ"), (".", "ĊĊ"), ("č", "Ċ"), ("Ġ", "Ċ"), (")", "ĊĊ"), ("Ċ", "Ġ")]
+    merges = [("Ċ", "Ċ"), (".", "ĊĊ"), ("č", "Ċ"), ("Ġ", "Ċ"), (")", "ĊĊ"), ("Ċ", "Ġ"),
+              ("Ċ", "æ")]  # the last is a line break and the first of the three bytes of 数
     for left, right in merges:
         vocabulary[left + right] = len(vocabulary)
     vocabulary["<eos>"] = len(vocabulary)
