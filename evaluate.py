@@ -20,9 +20,9 @@ from collections import defaultdict
 import numpy as np
 from transformers import AutoModelForTokenClassification
 
-from generate import (SYSTEM, Request, Team, UserError, add_engine_flags, add_run_flags, equivalent, file_hash,
-                      find_model, finish_stage, grading_pool, import_problems, last_boxed, load_tokenizer, model_hash,
-                      pass_at_k, positive, print_complete, read_jsonl, render_prompt, run_stage, sample_stage,
+from generate import (Request, Team, UserError, add_engine_flags, add_problem_flags, add_run_flags, equivalent, file_hash,
+                      find_model, finish_stage, grading_pool, import_problems, is_code, last_boxed, load_problems,
+                      load_tokenizer, model_hash, pass_at_k, positive, print_complete, read_jsonl, render_prompt, run_stage, sample_stage,
                       stage_record, start_stage, write_json)
 from label import Tree
 from train_critic import (Steps, World, ancestors, held_out, load_model, load_values, node_tokens, pack, predict,
@@ -87,7 +87,7 @@ def end_states(tokenizer, critic_tokenizer, problems, answers, system):
     same = critic_tokenizer.get_vocab() == tokenizer.get_vocab()
     all_steps, states, first = [], {}, 0
     for problem in problems:
-        prompt, ids = render_prompt(tokenizer, problem["problem"], system)
+        prompt, ids = render_prompt(tokenizer, problem, system)
         solutions = answers[problem["id"]]
         tree = Tree({**problem, "prompt": prompt, "prompt_ids": ids, "solutions": solutions}, tokenizer, 0, 0)
         parents = [tree.nodes[tree.visit(solution)]["parent"] for solution in solutions]
@@ -116,8 +116,9 @@ def end_values(critic, models, problems, answers, system):
 # ---------------------------------------------------------------------------------------------------------------------
 # The report
 
-def score_model(greedy, sampled, values, ks):
-    """One model's numbers. greedy, sampled: a list of answers for each problem; values: a list of V_phi, or None."""
+def score_model(greedy, sampled, values, ks, vote):
+    """One model's numbers. greedy, sampled: a list of answers for each problem; values: a list of V_phi, or None.
+    vote: whether answers can be compared with one another (math) or not (code)."""
     right = [answers[0]["reward"] for answers in greedy]
     scores = {"greedy": sum(right) / len(right), "greedy interval": wilson(sum(right), len(right)),
               "greedy answers cut off": sum(answers[0]["finish"] == "length" for answers in greedy),
@@ -131,8 +132,9 @@ def score_model(greedy, sampled, values, ks):
     with grading_pool() as pool:
         for k in ks:
             scores[f"pass@{k}"] = sum(pass_at_k(n, int(sum(of_problem)), k) for of_problem in rewards) / len(rewards)
-            votes = pool.map(majority, [answers[:k] for answers in sampled])
-            scores[f"maj@{k}"] = sum(votes) / len(sampled)
+            if vote:
+                votes = pool.map(majority, [answers[:k] for answers in sampled])
+                scores[f"maj@{k}"] = sum(votes) / len(sampled)
     if values:
         best = [of_problem[int(np.argmax(v))] for of_problem, v in zip(rewards, values)]
         scores |= {f"best-of-{n}": sum(best) / len(best), f"best-of-{n} interval": wilson(sum(best), len(best))}
@@ -175,7 +177,9 @@ def report_table(report):
 
 def report_lines(report):
     """report.md."""
-    lines = [f"# {report['problems']} problems", "", *report_table(report), ""]
+    left_out = report["rows left out"]
+    lines = [f"# {report['problems']} problems" + f" ({left_out} rows without a gold answer left out)" * bool(left_out), "",
+             *report_table(report), ""]
     if paired := report.get("paired"):
         first, second = paired["models"]
         lines += [f"Greedy, {second} against {first}: {paired['greedy difference']:+.1%} "
@@ -293,7 +297,8 @@ def draw_curve(axis, curve):
     axis.set_xticks(range(len(v)), ["(prompt)"] + [shorten(text) for text in texts[:len(v) - 1]],
                     rotation=30, ha="right")
     prompt = shorten(tree["problem"].replace("\n", " "))
-    axis.set_title(f"One wrong solution of {prompt} (answer {tree['answer']}), state by state", parse_math=False)
+    answer = "tests" if is_code(tree["answer"]) else tree["answer"]
+    axis.set_title(f"One wrong solution of {prompt} (answer: {answer}), state by state", parse_math=False)
     for label in axis.get_xticklabels():
         label.set_parse_math(False)
     axis.legend(loc="lower left")
@@ -319,7 +324,7 @@ def make_requests(name, folder, problems, args):
     """The greedy and the sampled request of every problem to one model."""
     tokenizer = load_tokenizer(folder)
     for problem in problems:
-        _, ids = render_prompt(tokenizer, problem["problem"], args.system)
+        _, ids = render_prompt(tokenizer, problem, args.system)
         kinds = [("greedy", 1, 0.0, 1.0)] + [("sampled", args.n, args.temperature, args.top_p)] * (args.n > 0)
         for kind, n, temperature, top_p in kinds:
             yield Request(f"evaluate/{kind}/{problem['id']}", {"model": name, "id": problem["id"], "kind": kind},
@@ -330,13 +335,13 @@ def parse_args():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_run_flags(parser)
     parser.add_argument("--test", metavar="FILE", help="data file to import as RUN/test.jsonl")
+    add_problem_flags(parser)
     parser.add_argument("--models", nargs="+", metavar="NAME=PATH", help="the policies, folders or names on the hub; "
                         "the paired tests take the first two (default: ref=<the run's policy> actor=RUN/actor)")
     parser.add_argument("--n", type=int, default=0,
                         help="samples a problem beside the greedy answer (default: %(default)s)")
     parser.add_argument("--k", type=int, nargs="+", help="k of pass@k and maj@k (default: 1 and n)")
     parser.add_argument("--critic", help="best-of-n by this critic, a folder")
-    parser.add_argument("--system", default=SYSTEM, help="system prompt of chat models (default: %(default)s)")
     parser.add_argument("--temperature", type=float, default=1.0, help="of the samples (default: %(default)s)")
     parser.add_argument("--top-p", type=float, default=1.0, help="of the samples (default: %(default)s)")
     parser.add_argument("--max-tokens", type=positive(int), default=2048,
@@ -360,7 +365,7 @@ def main():
     test, answers_path = args.run / "test.jsonl", args.run / "answers.jsonl"
     critic, summary = args.critic and find_model(args.critic), None
     if team.rank == 0:
-        import_problems(args.test, test, args.overwrite)
+        _, skipped = import_problems(args.test, test, args.overwrite, args.skip_bad)
         settings = {name: getattr(args, name)
                     for name in ("n", "k", "system", "temperature", "top_p", "max_tokens", "seed")}
         settings["models"] = list(models)
@@ -371,7 +376,7 @@ def main():
     if summary := team.share("summary", summary):
         return team.rank > 0 or print_complete("evaluate", summary)
 
-    problems = import_problems(None, test, False)
+    problems = load_problems(test)
     jobs = [(folder, list(make_requests(name, folder, problems, args))) for name, folder in models.items()]
     sample_stage(jobs, answers_path, ["model", "id", "kind"], "answers", args, team)
     answers = defaultdict(dict)  # {(model, kind): {id: [answer, ...]}}
@@ -383,11 +388,12 @@ def main():
         return
     greedy, sampled = ({name: [answers[name, kind][problem["id"]] for problem in problems if answers[name, kind]]
                         for name in models} for kind in ("greedy", "sampled"))
-    report = {"problems": len(problems), "models": {}}
+    report = {"problems": len(problems), "rows left out": skipped, "models": {}}
+    vote = not any(is_code(problem["answer"]) for problem in problems)
     for name, folder in models.items():
         ends = [values[name][problem["id"]] for problem in problems] if critic else None
         report["models"][name] = {"path": str(folder), "weights": model_hash(folder),
-                                  **score_model(greedy[name], sampled[name], ends, args.k)}
+                                  **score_model(greedy[name], sampled[name], ends, args.k, vote)}
     if len(models) > 1:
         report["paired"] = compare(list(models)[:2], greedy, sampled)
     write_json(args.run / "report.json", report)

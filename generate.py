@@ -14,22 +14,31 @@ GPUs:    torchrun --nproc-per-node 8 -- generate.py --run runs/math --problems m
 Interrupted? Run the same command again: it goes on with the problems that are missing.
 """
 import argparse
+import ast
+import base64
+import builtins
 import contextlib
 import functools
 import gzip
 import hashlib
+import inspect
+import io
 import itertools
 import json
 import math
 import os
+import pickle
 import re
 import shutil
 import signal
 import subprocess
 import sys
+import sysconfig
+import tempfile
 import threading
 import time
 import warnings
+import zlib
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -39,9 +48,36 @@ from tqdm import tqdm
 
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # read when torch is imported
 
-SYSTEM = ("Please reason step by step, one step a line, and put your final answer within \\boxed{}.")
+MATH_SYSTEM = "Please reason step by step, one step a line, and put your final answer within \\boxed{}."
+CODE_SYSTEM = "Please solve the problem in Python. Give the whole code, in one block fenced by ```python and ```."
 INTEGER = re.compile(r"[+-]?\d{1,1000}", re.ASCII)
-MATH_SECONDS = 5  # processor time for one comparison of two answers
+BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])\s*\{?")
+BARE_ANSWER = re.compile(r"-?\w+", re.ASCII)
+MATH_SECONDS = 5            # processor time for one comparison of two answers ...
+MATH_MEMORY = 4 * 2 ** 30   # ... and bytes
+FENCED = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)^[ \t]*```[ \t]*$", re.DOTALL | re.MULTILINE)
+DECIMAL = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d{1,4})?", re.ASCII | re.IGNORECASE)
+CODE_SECONDS = 6            # processor time for a program's run on one test; twice that by the clock
+CODE_MEMORY = 2 * 2 ** 30   # bytes of each process
+FILE_BYTES = 2 ** 24        # of each file that a program writes, and of its output
+ARGUMENT_BYTES = 2 ** 17    # Linux: of one argument of a command, here the program
+# As root: show the folders $1 ... under the folder $0, which everybody can reach, in this mount namespace alone.
+MOUNT = """umask 022; mount -t tmpfs tmpfs "$0"
+while [ "$1" != -- ]; do mkdir -p "$0$1"; mount --bind "$1" "$0$1"; shift; done
+shift; exec "$@"
+"""
+# Inside: run the command, and fail if it leaves processes behind (there should be bubblewrap's and this shell).
+ALONE = """"$@" 2> /dev/null; code=$?; set -- /proc/[0-9]*; [ $# -le 2 ] && exit $code"""
+PRELUDE = """import bisect, collections, functools, heapq, itertools, math, operator, random, re, string, sys
+from typing import *
+from bisect import *
+from collections import *
+from functools import *
+from heapq import *
+from itertools import *
+from math import *
+from builtins import pow
+"""  # what solutions of such problems take for granted
 
 
 class UserError(Exception):
@@ -62,15 +98,19 @@ def run_stage(main):
 # Grading: r(x, y)
 
 def last_boxed(text):
-    r"""The content of the last \boxed{...} in text, or None if there is none or the last one is cut off.
+    r"""The content of the last \boxed{...} in text (or \fbox{...}, or \boxed 7 as MATH has it), or None if there is none
+    or the last one is cut off.
 
     >>> last_boxed(r"so \boxed{1}, no: \boxed{\frac{1}{2}}.")
     '\\frac{1}{2}'
     """
-    start = text.rfind("\\boxed{")
-    if start < 0:
+    box = deque(BOX.finditer(text), maxlen=1)
+    if not box:
         return None
-    start += len("\\boxed{")
+    start = box[0].end()
+    if text[start - 1] != "{":
+        bare = BARE_ANSWER.match(text, start)
+        return bare and bare[0]
     depth, i = 1, start
     while i < len(text):
         if text[i] == "\\":
@@ -84,24 +124,122 @@ def last_boxed(text):
 
 
 def grade(problem, response):
-    r"""r(x, y): 1.0 if the last \boxed{} of the response holds the problem's answer, else 0.0.
+    r"""r(x, y): 1.0 if the response solves the problem, else 0.0.
 
-    Equal text is right at once; everything else is for math-verify to decide.
+    Math: the last \boxed{} must hold the problem's answer. Code: the last fenced block must pass the problem's tests.
     """
+    if tests := code_tests(problem["answer"]):
+        return float(passes(tests, last_code(response)))
     answer = last_boxed(response)
     if answer is None or not answer.strip():
         return 0.0
     return float(equivalent(problem["answer"], answer))
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# Grading math: what surrounds math-verify
+
+def rules(*pairs):
+    return [(re.compile(pattern), replacement) for pattern, replacement in pairs]
+
+
+def repeating(match):
+    r"""0.1\overline{6} as a fraction."""
+    whole, fixed, period = match.groups()
+    top = int(whole + fixed + period) - int(whole + fixed or 0)
+    return rf"(\frac{{{top}}}{{{10 ** len(fixed) * (10 ** len(period) - 1)}}})"
+
+
+def needed_space(match):
+    r"""Of the blanks in an answer, those that mean something: \sin x is not \sinx, 1 1/2 not 11/2."""
+    before, after = match[1] or "", match[2] or ""
+    return before + " " * (before[:1] == "\\" and after.isalpha() or before.isdigit() and after.isdigit())
+
+
+# How people write answers, brought to one form.
+PLAIN = rules(
+    (r"\\(?:left|right|displaystyle|limits)(?![A-Za-z])|(?<!\\)\$|\\\$|[£€]|\\!", ""),
+    (r"\\[dtc]frac(?![A-Za-z])", r"\\frac"),
+    (r"\\frac\s*(\d)\s+(\d)", r"\\frac{\1}{\2}"),
+    (r"\\(?:text(?:bf|it|rm|sf|tt|normal)|math(?:rm|it|sf|tt)|mbox)(?![A-Za-z])\s*", r"\\text"),
+    (r"\\langle(?![A-Za-z])", "("), (r"\\rangle(?![A-Za-z])", ")"),
+    (r"\s*\^\s*(?:\\circ(?![A-Za-z])|\{\s*\\circ\s*\})|\s*°", ""),
+    (r"\\?%|\\text\{\s*percent\s*\}|(?<=\d)\s*percent(?![a-z])", r"\\%"),
+    (r",?\s*\\text\{\s*,?\s*(?:and|or)\s*\}|,?\s*(?<![A-Za-z\\])(?:and|or)(?![A-Za-z])", ","),
+    (r"(?<=\d)(?:\\[,;:]|\{,\}|~)\s*(?=\d{3}(?!\d))", ""),  # 1\,000
+    (r"(?<!\\)\\(?:[,;: ]|quad(?![A-Za-z]))|~", " "),
+    (r"^\s*(-?\d{1,3})((?:\s\d{3})+)\s*$", lambda match: re.sub(r"\s", "", match[0])),
+    (r"^([^,(\[]*(?<!\d)\d{1,3})((?:,\d{3})+(?!\d))(?=[^,]*$)", lambda match: match[1] + match[2].replace(",", "")),
+    (r"(?<![A-Za-z\d.])(\d+\.?\d*|\.\d+)[eE]([+-]?\d+)(?![A-Za-z\d.])", r"\1\\times10^{\2}"),
+    (r"(\d*)\.(\d*)\\overline\s*\{?(\d+)\}?", repeating),
+    (r"^\s*([+-]?)\s*(\d+)\s+(\d+)\s*/\s*(\d+)\s*$", r"\1(\2+\\frac{\3}{\4})"),
+    (r"\\log_(\d)\s+(?=\d)", r"\\log_{\1}"),
+    (r"([_^])\{(\w)\}(?!\d)", r"\1\2"),
+    (r"(\\[A-Za-z]+|\d)?\s+(?=(\w)?)", needed_space),
+    (r"(?<!\.)\.$", ""))
+
+SCALES = {"dozen": 12, "hundred": 10 ** 2, "thousand": 10 ** 3, "million": 10 ** 6, "billion": 10 ** 9,
+          "trillion": 10 ** 12}
+UNITS = {"mm": "millimeter", "cm": "centimeter", "m": "meter", "km": "kilometer", "in": "inch", "ft": "foot",
+         "feet": "foot", "yd": "yard", "mi": "mile", "mph": "mileperhour", "s": "second", "sec": "second",
+         "min": "minute", "h": "hour", "hr": "hour", "mg": "milligram", "g": "gram", "kg": "kilogram", "lb": "pound",
+         "oz": "ounce", "ml": "milliliter", "l": "liter", "day": "day", "week": "week", "month": "month",
+         "year": "year", "dollar": "dollar", "cent": "cent", "degree": "degree", "unit": "unit"}
+# a unit needs no \text if it cannot be a product of variables
+BARE_UNITS = "|".join(sorted({*SCALES, *UNITS, *UNITS.values()} - {"m", "in", "mi", "s", "h", "g", "l"}, key=len)[::-1])
+UNIT = re.compile(r"(?P<value>.*[\w})!])(?P<unit>(?:\\text\{[^{},]*\}(?:\^\{?-?\d\}?)?/?)+|"
+                  rf"(?<=[\d}})])(?:square|cubic)?(?:(?:{BARE_UNITS})(?:e?s)?)+(?:\^\d)?)", re.DOTALL)
+
+
+def plain(answer):
+    r"""An answer in one of the ways to write it: \frac for \dfrac, no \left, $, degree signs, thousands separators."""
+    for pattern, replacement in PLAIN:
+        answer = pattern.sub(replacement, answer)
+    return answer
+
+
+def without_text(answer):
+    r"""An answer with the words that stand in \text{...} set free."""
+    return re.sub(r"\\text\{([^{}]*)\}", r"\1", answer)
+
+
+def option(answer):
+    """The letter of a multiple choice, however it is written, or None: B, (B), B., (B) 12."""
+    match = re.fullmatch(r"\(([A-Z])\).*|([A-Z])[.:)].*|([A-Z])", without_text(answer), re.DOTALL)
+    return match and match[match.lastindex]
+
+
+def split_unit(answer):
+    r"""12\text{cm}^2 -> (12, centimeter); million and the like are multiplied. An unknown unit is ""."""
+    match = UNIT.fullmatch(answer)
+    if not match:
+        return answer, ""
+    value, unit = match["value"], re.sub(r"[^a-z]", "", without_text(match["unit"]).lower())
+    for word, factor in SCALES.items():
+        if unit.startswith(word):
+            value, unit = rf"({value})\cdot{factor}", unit.removeprefix(word)
+    unit = re.sub("metre|litre", lambda found: found[0][:-2] + "er", re.sub("^(?:square|cubic|sq|cu)", "", unit))
+    names = [UNITS.get(word, word) for word in (unit, unit.removesuffix("s"), unit.removesuffix("es"))]
+    return value, next((name for name in names if name in UNITS.values()), "")
+
+
 def equivalent(gold, answer):
-    """Whether two LaTeX answers mean the same."""
-    gold, answer = gold.strip(), answer.strip()
+    r"""Whether two LaTeX answers mean the same: equal text does, the rest is for math-verify to decide (same_value)."""
+    if gold.strip() == answer.strip():
+        return True
+    gold, answer = plain(gold), plain(answer)
     if gold == answer:
         return True
     if INTEGER.fullmatch(gold) and INTEGER.fullmatch(answer):
         return int(gold) == int(answer)
-    return _math_workers.compare(gold, answer)
+    if option(gold) and option(answer):
+        return option(gold) == option(answer)
+    if re.fullmatch(r"[A-Za-z]{2}", gold + answer):
+        return False  # two letters, or the same one in another case
+    if any(re.fullmatch(r"[A-Za-z]{4,}|\\text\{[A-Za-z,\- ]{2,}\}", text) for text in (gold, answer)):
+        return without_text(gold).casefold() == without_text(answer).casefold()  # words are no products of letters
+    (gold, unit), (answer, other) = split_unit(gold), split_unit(answer)
+    return (not unit or not other or unit == other) and _math_workers.compare(gold, answer)
 
 
 class MathWorkers:
@@ -113,7 +251,7 @@ class MathWorkers:
     def compare(self, gold, answer):
         worker = getattr(self.of_thread, "worker", None)
         if worker is None:
-            code = "import generate; generate.math_worker()"
+            code = f"import generate; generate.math_worker({MATH_SECONDS})"
             worker = subprocess.Popen([sys.executable, "-c", code], cwd=Path(__file__).parent, text=True,
                                       stdin=subprocess.PIPE, stdout=subprocess.PIPE)
             self.of_thread.worker = worker
@@ -129,23 +267,465 @@ class MathWorkers:
         return verdict.strip() == "1"
 
 
-def math_worker():
+def math_worker(seconds):
     """The process behind MathWorkers: a JSON pair a line in, 0 or 1 a line out."""
     import logging
-    from math_verify import parse, verify
-    logging.disable()  # it warns that its own time limits are off
+    import resource
+    logging.disable()  # math-verify warns that its own time limits are off
+    resource.setrlimit(resource.RLIMIT_AS, (MATH_MEMORY, MATH_MEMORY))
+    guard_math_verify()
     for line in sys.stdin:
-        signal.setitimer(signal.ITIMER_PROF, MATH_SECONDS)  # SIGPROF ends the process, wherever in sympy it hangs
+        signal.setitimer(signal.ITIMER_PROF, seconds)  # SIGPROF ends the process, wherever in sympy it hangs
         try:
-            gold, answer = (parse(f"${text}$", parsing_timeout=None) for text in json.loads(line))
-            right = bool(gold and answer) and verify(gold, answer, timeout_seconds=None)
+            right = same_value(*json.loads(line))
         except Exception:  # whatever sympy trips over in what a model wrote, it is no right answer
             right = False
         signal.setitimer(signal.ITIMER_PROF, 0)
         print(int(right), flush=True)
 
 
+def same_value(gold, answer):
+    r"""What math-verify says of two LaTeX answers, each parsed as a whole. Raises whatever it trips over."""
+    from latex2sympy2_extended import NormalizationConfig, latex2sympy, normalize_latex
+    from latex2sympy2_extended.latex2sympy2 import ConversionConfig
+    from math_verify import verify
+    from math_verify.grader import is_assignment_relation, is_equation, should_treat_as_complex, take_last_relation
+    from sympy import Expr, I, MatrixBase
+
+    def parse(text):
+        if re.search(r"\d\s\d|\d_", text):
+            raise ValueError("numbers side by side, or to another base")
+        text = normalize_latex(text, NormalizationConfig(malformed_operators=True, nits=True, boxed="none"))
+        value = latex2sympy(text, is_real=not should_treat_as_complex(text), normalization_config=None,
+                            conversion_config=ConversionConfig(lowercase_symbols=False))
+        imaginary = [symbol for symbol in value.free_symbols if symbol.name == "i"]
+        return value.subs(imaginary[0], I) if imaginary and isinstance(value, (Expr, MatrixBase)) else value
+
+    if gold.startswith(r"\{") and answer[0] in "([" or answer.startswith(r"\{") and gold[0] in "([":
+        return False  # a set has no order, a pair and an interval have
+    gold, answer = parse(gold), parse(answer)
+    if is_equation(answer) and not is_equation(gold) and not is_assignment_relation(answer):
+        last = take_last_relation(answer)  # 2+3=5 and f(x)=5 say 5, x^2=5 does not
+        if not (last.lhs.is_Function or close(last.lhs, last.rhs)):
+            return False
+    return verify(gold, answer, timeout_seconds=None)
+
+
+def guard_math_verify():
+    """Close three holes of math-verify: numbers are compared in their own scale, what is parsed is the whole text, and
+    two equations without solutions do not agree."""
+    from antlr4 import Token
+    from latex2sympy2_extended import latex2sympy2
+    from math_verify import grader
+
+    class WholeParser(latex2sympy2.PSParser):
+        def math(self):
+            tree = super().math()
+            if self.getTokenStream().LA(1) != Token.EOF:
+                raise ValueError("only the beginning was understood")
+            return tree
+
+    def numeric_eq(a, b, *precision, library=grader.sympy_numeric_eq):
+        return library(a, b, *precision) and (isinstance(a, grader.MatrixBase) or close(a, b)
+                                              or close(grader.get_pct_val(a, a), grader.get_pct_val(b, b)))
+
+    def solve(*equation, library=grader.solve):
+        found = library(*equation)
+        if not found:
+            raise ValueError("no solution")
+        return found
+
+    latex2sympy2.PSParser, grader.sympy_numeric_eq, grader.solve = WholeParser, numeric_eq, solve
+
+
+def close(a, b):
+    """Whether two sympy expressions are equal at a point, relative to their size: to 2e-6 if one has a decimal
+    point (0.333333 is 1/3), else exactly."""
+    from sympy import Float, N, Rational, simplify
+    a, b = a.doit(), b.doit()
+    point = {symbol: Rational(7 + 3 * i, 5 + i)
+             for i, symbol in enumerate(sorted(a.free_symbols | b.free_symbols, key=str))}
+    x, y = (N(value.subs(point), 60) for value in (a, b))
+    if not (x.is_number and y.is_number):
+        return True
+    tolerance = 2e-6 if a.has(Float) or b.has(Float) else 1e-40
+    return bool(abs(x - y) <= tolerance * max(abs(x), abs(y))) or simplify(a - b) == 0
+
+
 _math_workers = MathWorkers()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Grading code: every program runs alone in a sandbox, and is judged outside it
+
+class Failed(Exception):
+    """A solution did not do what its tests ask."""
+
+
+def code_tests(answer):
+    """The tests that are a code problem's answer, or None for a math problem. They are one JSON object:
+
+    {"kind": "stdin", "tests": [[input, output], ...]}                       a program that reads and prints
+    {"kind": "function", "name": ..., "tests": [[arguments, result], ...]}   a function, or a method of class Solution
+    {"kind": "asserts", "before": ..., "names": [...], "tests": ...}         Python code that uses the solution's names;
+                                                                             `before` runs before either
+    """
+    return json.loads(answer) if is_code(answer) else None
+
+
+def is_code(answer):
+    return answer.startswith('{"kind": ')
+
+
+def last_code(response):
+    """The last complete fenced block of a response; without any the whole response, which may be bare code."""
+    blocks = FENCED.findall(response)
+    return blocks[-1] if blocks else response
+
+
+def passes(tests, code):
+    """Whether a solution passes its tests, which stop at the first failure."""
+    try:
+        {"stdin": run_stdin, "function": run_function, "asserts": run_asserts}[tests["kind"]](tests, code)
+    except Failed:
+        return False
+    return True
+
+
+def run_stdin(tests, code):
+    """Run a program once a test: what it prints must agree with the expected output word by word."""
+    for text, expected in tests["tests"]:
+        with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as printed:
+            given.write(text.encode())
+            given.seek(0)
+            with Program(code, CODE_SECONDS, given, printed) as program:
+                exit_code = program.process.wait()
+            if exit_code:
+                raise Failed
+            printed.seek(0)
+            words, wanted = printed.read().decode(errors="replace").split(), expected.split()
+        if len(words) != len(wanted) or not all(map(same_word, words, wanted)):
+            raise Failed
+
+
+def same_word(word, expected):
+    """Whether two printed words agree: as text, as equal integers, or as decimals to 1e-6 (relative or absolute)."""
+    if word == expected:
+        return True
+    if not DECIMAL.fullmatch(word) or not DECIMAL.fullmatch(expected):
+        return False
+    if INTEGER.fullmatch(expected):
+        return (int if INTEGER.fullmatch(word) else float)(word) == int(expected)
+    return math.isfinite(float(word)) and math.isclose(float(word), float(expected), rel_tol=1e-6, abs_tol=1e-6)
+
+
+def run_function(tests, code):
+    """Call a function once a test. Data files give a result as it is, or in a list of one: either reading may hold, but
+    one for all tests."""
+    results = [result for _, result in tests["tests"]]
+    readings = [results]
+    if all(isinstance(result, list) and len(result) == 1 for result in results):
+        readings.append([result for [result] in results])
+    with Program(source_of(serve), 10 * CODE_SECONDS) as solution:
+        solution.ask({"before": PRELUDE, "code": code})
+        for i, (arguments, _) in enumerate(tests["tests"]):
+            reply = solution.ask({"do": "call", "of": ["list", [["find", tests["name"]], to_json(arguments)]]})
+            try:
+                result = from_json(reply["value"])
+            except (KeyError, TypeError, ValueError, RecursionError):  # an error, or no plain data
+                raise Failed from None
+            readings = [reading for reading in readings if same_result(result, reading[i])]
+            if not readings:
+                raise Failed
+
+
+def same_result(result, expected):
+    """Whether a result is what a JSON value says: tuples are lists, keys are text, decimals agree to 1e-6."""
+    if isinstance(expected, list):
+        return (isinstance(result, (list, tuple)) and len(result) == len(expected)
+                and all(map(same_result, result, expected)))
+    if isinstance(expected, dict):
+        result = {str(key): value for key, value in result.items()} if isinstance(result, dict) else {}
+        return result.keys() == expected.keys() and all(same_result(result[key], expected[key]) for key in expected)
+    if isinstance(expected, (int, float)) and isinstance(result, (int, float)):
+        if isinstance(expected, float) or isinstance(result, float):
+            return math.isclose(result, expected, rel_tol=1e-6, abs_tol=1e-6)
+        return result == expected
+    return type(result) is type(expected) and result == expected
+
+
+def run_asserts(tests, code):
+    """Run a problem's own test code in one sandbox and the solution in another. The solution sees calls and gives back
+    plain data, so that nothing it does (exit, a new __eq__, a patched library) can make a test pass."""
+    limit = 10 * CODE_SECONDS
+    with Program(source_of(serve), limit) as solution, Program(source_of(check), limit) as checker:
+        solution.ask({"before": tests["before"], "code": code})
+        message = checker.ask(tests)
+        while "passed" not in message:
+            message = checker.ask(solution.ask(message))
+        if not message["passed"]:
+            raise Failed
+
+
+class Program:
+    """A Python program in a sandbox, killed after `seconds` of processor time or twice that by the clock."""
+
+    def __init__(self, source, seconds, stdin=subprocess.PIPE, stdout=subprocess.PIPE):
+        self.process = subprocess.Popen(sandbox(source, seconds), stdin=stdin, stdout=stdout, stderr=subprocess.PIPE)
+        self.timer = self.kill_after(2 * seconds)
+
+    def kill_after(self, seconds):
+        timer = threading.Timer(seconds, self.kill)
+        timer.daemon = True
+        timer.start()
+        return timer
+
+    def kill(self):
+        """Kill bubblewrap's child, the first process in the sandbox: all others die with it, and bubblewrap ends. (Were
+        bubblewrap killed, that child would be a zombie of whatever is process 1.)"""
+        try:
+            children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+            os.kill(int(children[0]), signal.SIGKILL)
+        except (OSError, IndexError):
+            self.process.kill()
+
+    def ask(self, message):
+        """Send a message to serve() or check() and wait for its answer, both a line of JSON."""
+        timer = self.kill_after(2 * CODE_SECONDS)
+        try:
+            self.process.stdin.write(json.dumps(message).encode() + b"\n")
+            self.process.stdin.flush()
+            reply = json.loads(self.process.stdout.readline(FILE_BYTES))
+        except (OSError, ValueError, RecursionError):  # it has ended, or what it says makes no sense
+            raise Failed from None
+        finally:
+            timer.cancel()
+        if not isinstance(reply, dict):
+            raise Failed
+        return reply
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        for pipe in (self.process.stdin, self.process.stdout):
+            with contextlib.suppress(BrokenPipeError):
+                pipe and pipe.close()
+        self.kill()
+        with self.process.stderr as stderr:
+            errors = stderr.read()
+        self.process.wait()
+        self.timer.cancel()
+        if errors:  # the program's own errors go nowhere
+            raise UserError(f"the sandbox for code solutions does not work here ({errors.decode(errors='replace').strip()}):"
+                            " see \"Code\" in README.md")
+
+
+def source_of(main):
+    """The program that runs serve() or check() in a sandbox."""
+    return "\n".join([*map(inspect.getsource, (to_json, from_json, main)), f"{main.__name__}()"])
+
+
+def sandbox(source, seconds):
+    """The command that runs a Python program alone: without network, as a user without rights, with its own processes
+    and /tmp, nothing else to write to, and nothing to read but the system's programs, this Python and its packages."""
+    if not shutil.which("bwrap"):
+        raise UserError("code solutions run in bubblewrap, and there is no bwrap here: install it "
+                        "(apt install bubblewrap)")
+    if len(source.encode()) >= ARGUMENT_BYTES:
+        raise Failed
+    folders, reachable, other_user = python_folders(), "", []
+    if os.geteuid() == 0:
+        reachable, user = "/boot", 20000 + threading.get_native_id() % 40000
+        other_user = ["unshare", "--mount", "--", "sh", "-ec", MOUNT, reachable, *folders, "--",
+                      "setpriv", f"--reuid={user}", f"--regid={user}", "--clear-groups", "--no-new-privs", "--"]
+    variables = {"PATH": "/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8", "PYTHONPATH": ":".join(folders[1:]),
+                 "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    system = ["/usr", "/lib", "/lib64", "/bin", "/etc/alternatives", "/etc/ld.so.cache"]
+    return [*other_user, "bwrap", "--unshare-user", "--unshare-all", "--disable-userns", "--die-with-parent",
+            "--new-session", "--clearenv", *words("--setenv", *variables.items()),
+            *words("--ro-bind-try", *zip(system, system)),
+            *words("--ro-bind", *((reachable + folder, folder) for folder in folders)),
+            "--proc", "/proc", "--dev", "/dev", "--size", str(FILE_BYTES), "--tmpfs", "/dev/shm", "--remount-ro", "/dev",
+            "--size", str(4 * FILE_BYTES), "--tmpfs", "/tmp", "--chdir", "/tmp", "--remount-ro", "/", "--",
+            "prlimit", f"--cpu={seconds}", f"--as={CODE_MEMORY}", f"--fsize={FILE_BYTES}", "--nproc=32", "--nofile=128",
+            "--core=0", "--", "sh", "-c", ALONE, "sh", os.path.realpath(sys.executable), "-c", source]
+
+
+def words(option, *values):
+    return [word for value in values for word in (option, *value)]
+
+
+@functools.cache
+def python_folders():
+    """Where this Python is, and its packages."""
+    paths = sysconfig.get_paths()
+    return list(dict.fromkeys(map(os.path.realpath, (sys.base_prefix, paths["purelib"], paths["platlib"]))))
+
+
+@functools.cache
+def check_sandbox():
+    """Raise UserError, before anything is sampled, if code solutions cannot be run here."""
+    try:
+        run_stdin({"tests": [["7", "7"]]}, "import threading\nthreading.Thread(target=print, args=[input()]).start()")
+    except Failed:
+        raise UserError("a simple program fails in the sandbox for code solutions: see \"Code\" in README.md") from None
+
+
+# The four functions below run inside the sandboxes. Their source is sent there, so they import what they need.
+
+def to_json(value, other=None):
+    """A value as JSON that keeps its Python type. other(value) is the JSON of what is no plain data."""
+    if value is None or type(value) in (bool, float, str):
+        return value
+    if type(value) is int:
+        return value if abs(value) < 2 ** 63 else ["int", hex(value)]
+    for kind in (list, tuple, set, frozenset):
+        if isinstance(value, kind):
+            return [kind.__name__, [to_json(element, other) for element in value]]
+    if isinstance(value, dict):
+        return ["dict", [[to_json(key, other), to_json(element, other)] for key, element in value.items()]]
+    for kind in (int, float, complex):
+        if isinstance(value, kind):
+            return [kind.__name__, kind.__repr__(value)]
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, (bytes, bytearray)):
+        return ["bytes", value.hex()]
+    if type(value).__module__ == "numpy" and hasattr(value, "tolist"):
+        return to_json(value.tolist(), other)
+    return other(value)
+
+
+def from_json(data, other=None):
+    """The value that to_json wrote; other(kind, name) is what other(value) stood for."""
+    if not isinstance(data, list):
+        return data
+    kind, value = data
+    if kind in ("list", "tuple", "set", "frozenset"):
+        elements = [from_json(element, other) for element in value]
+        return {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}[kind](elements)
+    if kind == "dict":
+        return {from_json(key, other): from_json(element, other) for key, element in value}
+    if kind == "int":
+        return int(value, 0)
+    if kind in ("float", "complex"):
+        return {"float": float, "complex": complex}[kind](value)
+    if kind == "bytes":
+        return bytes.fromhex(value)
+    return other(kind, value)
+
+
+def serve():
+    """Run the solution that the first line brings, then do what the next lines ask of it."""
+    import json
+    import os
+    import sys
+    import types
+    lines, replies = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    os.dup2(nowhere, 0)  # what the solution reads and prints has no part in this
+    os.dup2(nowhere, 1)
+    module, kept = types.ModuleType("solution"), []
+    sys.modules["solution"], space = module, module.__dict__
+
+    def run(before, code):
+        exec(compile(before, "before", "exec"), space)
+        try:
+            program = compile(code, "solution", "exec")
+        except IndentationError:  # only the body of the function that `before` begins
+            program = compile(before + code, "solution", "exec")
+        exec(program, space)
+
+    def keep(value):
+        kept.append(value)
+        return ["kept", len(kept) - 1]
+
+    def find(kind, name):
+        if kind == "kept":
+            return kept[name]
+        if "Solution" in space and hasattr(space["Solution"], name):
+            return getattr(space["Solution"](), name)
+        return space[name]
+
+    actions = {"call": lambda function, arguments=(), named={}: function(*arguments, **named), "get": getattr,
+               "set": setattr, "item": lambda thing, key: thing[key], "list": list, "len": len, "bool": bool,
+               "itself": lambda thing: thing}
+    for line in lines:
+        message = json.loads(line)
+        try:
+            if "code" in message:
+                reply = {"value": run(message["before"], message["code"])}
+            else:
+                reply = {"value": to_json(actions[message["do"]](*from_json(message["of"], find)), keep)}
+        except BaseException as error:
+            reply = {"error": type(error).__name__, "text": str(error)[:1000]}
+        replies.write(json.dumps(reply) + "\n")
+        replies.flush()
+
+
+def check():
+    """Run the test code that the first line brings. What it does with the solution goes out, a line each, and comes
+    back as plain data or as a Remote object."""
+    import builtins
+    import json
+    import os
+    lines, messages = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    os.dup2(nowhere, 0)
+    os.dup2(nowhere, 1)
+
+    def send(message):
+        messages.write(json.dumps(message) + "\n")
+        messages.flush()
+
+    def do(action, *values):
+        send({"do": action, "of": to_json(values, lambda remote: remote._place)})
+        reply = json.loads(lines.readline())
+        if "error" in reply:
+            kind = getattr(builtins, reply["error"], None)
+            is_error = isinstance(kind, type) and issubclass(kind, Exception)
+            raise (kind if is_error else RuntimeError)(reply["text"])
+        return from_json(reply["value"], lambda *place: Remote(place))
+
+    class Remote:
+        """An object of the solution's. It equals nothing but itself, whatever the solution says."""
+        def __init__(self, place):
+            object.__setattr__(self, "_place", list(place))
+
+        def __call__(self, *arguments, **named):
+            return do("call", self, arguments, named)
+
+        def __getattr__(self, name):
+            return do("get", self, name)
+
+        def __setattr__(self, name, value):
+            do("set", self, name, value)
+
+        def __getitem__(self, key):
+            return do("item", self, key)
+
+        def __iter__(self):
+            return iter(do("list", self))
+
+        def __len__(self):
+            return do("len", self)
+
+        def __bool__(self):
+            return do("bool", self)
+
+    tests, space = json.loads(lines.readline()), {"__name__": "tests"}
+    try:
+        exec(tests["before"], space)
+        for name in tests["names"]:
+            try:
+                space[name] = do("itself", Remote(["find", name]))
+            except KeyError:
+                pass  # the test that needs it will say so
+        exec(tests["tests"], space)
+        send({"passed": True})
+    except BaseException:
+        send({"passed": False})
 
 
 def grading_pool():
@@ -162,12 +742,15 @@ def pass_at_k(n, right, k):
 # ---------------------------------------------------------------------------------------------------------------------
 # Files: problems, JSON lines, and what a stage was made from
 
-def read_jsonl(path):
-    """Yield (line number, record) of a file with one JSON object a line."""
+def open_binary(path):
     if not Path(path).is_file():
         raise UserError(f"{path}: no such file")
-    opener = gzip.open if str(path).endswith(".gz") else open
-    with opener(path, "rb") as file:
+    return gzip.open(path, "rb") if str(path).endswith(".gz") else open(path, "rb")
+
+
+def read_jsonl(path):
+    """Yield (line number, record) of a file with one JSON object a line."""
+    with open_binary(path) as file:
         number, lines = 0, iter(file)
         while True:
             try:
@@ -178,17 +761,36 @@ def read_jsonl(path):
                 return
             number += 1
             if line.strip():
-                yield number, parse_record(path, number, line)
+                try:
+                    record = json.loads(line)
+                except ValueError as error:
+                    raise UserError(f"{path}:{number}: not JSON ({error}): mend the line or take it out") from None
+                yield number, must_be_object(record, path, number)
 
 
-def parse_record(path, number, line):
-    try:
-        record = json.loads(line)
-    except ValueError as error:
-        raise UserError(f"{path}:{number}: not JSON ({error}): mend the line or take it out") from None
+def must_be_object(record, path, number):
     if not isinstance(record, dict):
         raise UserError(f"{path}:{number}: not a JSON object: each line must be one, like {{\"problem\": ...}}")
     return record
+
+
+def read_array(path):
+    """Yield (line number, record) of a file that is one JSON array of objects."""
+    decoder, number = json.JSONDecoder(), 1
+    try:
+        with open_binary(path) as file:
+            text = file.read().decode()
+        at = text.index("[") + 1
+        while True:
+            start = re.compile(r"[\s,]*").match(text, at).end()
+            number += text.count("\n", at, start)
+            if text[start:start + 1] == "]":
+                return
+            record, at = decoder.raw_decode(text, start)
+            yield number, must_be_object(record, path, number)
+            number += text.count("\n", start, at)
+    except (ValueError, OSError, EOFError) as error:
+        raise UserError(f"{path}:{number}: not a JSON array of objects ({error})") from None
 
 
 @contextlib.contextmanager
@@ -205,29 +807,33 @@ def write_json(path, content):
         json.dump(content, file, indent=1, ensure_ascii=False)
 
 
-def load_problems(path):
+class NoAnswer(Exception):
+    """A record of a data file has no gold answer."""
+
+
+def load_problems(path, skipped=None):
     r"""Read problems from JSON lines (also .jsonl.gz, or one JSON array): -> [{"id", "problem", "answer"}, ...].
 
-    The problem stands in `problem` or `question`; the answer in `answer` (after `#### ` if that is there), in
-    `final_answer` (a list of one) or in the last \boxed{} of `solution`; the id in `id`, `idx`, `task_id` or
-    `unique_id`, else it is the record's position. Raises UserError with file and line for anything else.
+    The id stands in `id`, `idx`, `task_id` or `unique_id`, else it is the record's position.
+    Math: the problem in `problem` or `question`; the answer in `answer` (after `#### ` if that is there), in
+    `final_answer` (a list of one) or in the last \boxed{} of `solution`.
+    Code: the fields of TACO and APPS, HumanEval(+), MBPP(+) or LiveCodeBench; the answer is code_tests' JSON.
+    Raises UserError with file and line for anything else; but records without a gold answer go into the list
+    `skipped`, as (line, what is wrong), if one is given.
     """
-    if str(path).endswith(".json"):
-        try:
-            records = list(enumerate(json.loads(Path(path).read_text()), 1))
-            assert all(isinstance(record, dict) for _, record in records), "it holds something else than objects"
-        except (OSError, ValueError, TypeError, AssertionError) as error:
-            raise UserError(f"{path}: cannot be read as a JSON array of objects ({error})") from None
-    else:
-        records = list(read_jsonl(path))
+    with open_binary(path) as file:
+        is_array = file.read(100).lstrip()[:1] == b"["
     problems, line_of = [], {}
-    for position, (line, record) in enumerate(records):
-        text = record.get("problem") or record.get("question")
+    for position, (line, record) in enumerate(read_array(path) if is_array else read_jsonl(path)):
+        try:
+            text, answer = code_problem(record) or math_problem(record)
+        except NoAnswer as error:
+            if skipped is None:
+                raise UserError(f"{path}:{line}: {error}, or leave such rows out with --skip-bad") from None
+            skipped.append((line, str(error)))
+            continue
         if not isinstance(text, str) or not text.strip():
             raise UserError(f"{path}:{line}: no problem: give its text as \"problem\" or \"question\"")
-        answer = gold_answer(record)
-        if not answer:
-            raise UserError(f"{path}:{line}: no answer: give it as \"answer\", or in \\boxed{{}} in \"solution\"")
         names = [str(record[key]) for key in ("id", "idx", "task_id", "unique_id") if record.get(key) is not None]
         name = names[0] if names else str(position)
         if name in line_of:
@@ -239,34 +845,145 @@ def load_problems(path):
     return problems
 
 
-def gold_answer(record):
-    """The answer in a record of a data file, or "" if there is none."""
-    final = record.get("final_answer")
+def math_problem(record):
+    """A record of a math data set -> (problem, answer)."""
+    text, final = record.get("problem") or record.get("question"), record.get("final_answer")
+    if isinstance(text, str) and isinstance(record.get("context"), str):
+        text = f"{record['context']}\n\n{text}"
     if isinstance(final, list) and len(final) == 1:
         answer = final[0]
     elif record.get("answer") is not None:
         answer = record["answer"]
     else:
         answer = last_boxed(str(record.get("solution", "")))
+    if isinstance(answer, float) and answer.is_integer():
+        answer = int(answer)
     answer = str(answer) if isinstance(answer, (str, int, float)) else ""
-    answer = answer.rsplit("####", 1)[-1].strip()
-    return answer.removeprefix("$").removesuffix("$").strip()
+    if not is_code(answer):
+        answer = answer.rsplit("####", 1)[-1].strip()
+        if re.fullmatch(r"(\$\$?)[^$]+\1", answer):
+            answer = answer.strip("$").strip()
+    if not answer:
+        raise NoAnswer("no answer: give it as \"answer\", or in \\boxed{} in \"solution\"")
+    return text, answer
 
 
-def import_problems(source, target, overwrite):
-    """Copy a data file into the run in load_problems' form, or read the one that is there -> problems."""
+def code_problem(record):
+    """A record of a code data set -> (problem, tests), or None if it is of no such set."""
+    for field, of_set in (("input_output", apps_problem), ("test_list", mbpp_problem), ("entry_point", humaneval_problem),
+                          ("question_content", livecodebench_problem)):
+        if field in record:
+            try:
+                text, tests = of_set(record)
+            except (KeyError, TypeError, ValueError, SyntaxError, pickle.UnpicklingError, zlib.error) as error:
+                raise NoAnswer(f"no tests that can be read ({type(error).__name__}: {error}): mend \"{field}\"") from None
+            if not tests["tests"]:
+                raise NoAnswer("no tests: give them")
+            return text, json.dumps(tests)
+    return None
+
+
+def from_text(value):
+    """A JSON value that data sets give as text."""
+    return json.loads(value) if isinstance(value, str) else value
+
+
+def io_problem(text, starter, name, tests):
+    """A problem that is tested by input and output, of a program or of the function `name`."""
+    fenced = f"\n\n```python\n{starter.strip()}\n```" if starter and starter.strip() else ""
+    if name:
+        task = f"Write the Python function {name}" + (", beginning like this:" + fenced if fenced else ".")
+        return f"{text.strip()}\n\n{task}", {"kind": "function", "name": name, "tests": tests}
+    task = "Write a Python program that reads from standard input and prints to standard output" + \
+        (", beginning like this:" + fenced if fenced else ".")
+    tests = [["\n".join(side) if isinstance(side, list) else str(side) for side in test] for test in tests]
+    return f"{text.strip()}\n\n{task}", {"kind": "stdin", "tests": tests}
+
+
+def apps_problem(record):
+    """APPS and TACO."""
+    cases = from_text(record["input_output"])
+    tests = list(zip(cases["inputs"], cases["outputs"], strict=True))
+    if cases.get("fn_name") and not all(isinstance(arguments, list) for arguments, _ in tests):
+        raise ValueError("a function's inputs must be lists of arguments")
+    return io_problem(record["question"], record.get("starter_code"), cases.get("fn_name"), tests)
+
+
+def livecodebench_problem(record):
+    cases = from_text(record["public_test_cases"]) + private_cases(record.get("private_test_cases") or "[]")
+    name = None
+    tests = [(case["input"], case["output"]) for case in cases]
+    if any(case.get("testtype") == "functional" for case in cases):
+        name = from_text(record["metadata"])["func_name"]
+        tests = [([json.loads(line) for line in given.strip().split("\n")], json.loads(result)) for given, result in tests]
+    return io_problem(record["question_content"], record.get("starter_code"), name, tests)
+
+
+def private_cases(text):
+    """LiveCodeBench's private tests: JSON, or that JSON as a pickled string, compressed, in base64."""
+    try:
+        return from_text(text)
+    except ValueError:
+        packed = zlib.decompress(base64.b64decode(text))
+    return from_text(packed.decode() if packed[:1] == b"[" else StringUnpickler(io.BytesIO(packed)).load())
+
+
+class StringUnpickler(pickle.Unpickler):
+    """Reads strings, and refuses what could run code."""
+
+    def find_class(self, module, name):
+        raise pickle.UnpicklingError(f"it wants {module}.{name}")
+
+
+def humaneval_problem(record):
+    """HumanEval and HumanEval+."""
+    name, tests = record["entry_point"], record["test"]
+    return (f"Complete this Python function; write all of it:\n\n```python\n{record['prompt'].strip()}\n```",
+            {"kind": "asserts", "before": record["prompt"], "names": [name], "tests": f"{tests}\n\ncheck({name})\n"})
+
+
+def mbpp_problem(record):
+    """MBPP and MBPP+."""
+    shown = "\n".join(record["test_list"])
+    before = "\n".join([*(record.get("test_imports") or []), record.get("test_setup_code") or ""])
+    tests = f"{before}\n{record.get('test') or shown}\n"
+    made, used = set(dir(builtins)), set()
+    for node in ast.walk(ast.parse(tests)):
+        if isinstance(node, ast.Name):
+            (used if isinstance(node.ctx, ast.Load) else made).add(node.id)
+        elif isinstance(node, ast.alias):
+            made.add((node.asname or node.name).split(".")[0])
+        elif isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            made.add(node.name)
+        elif isinstance(node, ast.arg):
+            made.add(node.arg)
+    modules = (used - made) & sys.stdlib_module_names
+    return (f"{(record.get('text') or record['prompt']).strip()}\n\nThe code should pass these tests:\n\n"
+            f"```python\n{shown}\n```",
+            {"kind": "asserts", "before": "".join(f"import {module}\n" for module in sorted(modules)),
+             "names": sorted(used - made - modules), "tests": tests if shown else ""})
+
+
+def import_problems(source, target, overwrite, skip_bad):
+    """Copy a data file into the run in load_problems' form, or read the one that is there -> (problems, how many rows
+    without a gold answer were left out)."""
     if source is None:
         if not target.exists():
             flag = "--test" if target.name == "test.jsonl" else "--problems"
             raise UserError(f"{target}: no such file: import a data file with {flag}")
-        return load_problems(target)
-    problems = load_problems(source)
+        return load_problems(target), 0
+    skipped = [] if skip_bad else None
+    problems = load_problems(source, skipped)
+    if skipped:
+        line, why = skipped[0]
+        print(f"{source}: left out {len(skipped):,} rows of {len(problems) + len(skipped):,} (the first: line {line}, "
+              f"{why})", flush=True)
     if target.exists() and not overwrite and load_problems(target) != problems:
         raise UserError(f"{target}: holds other problems than {source}: use another --run, or "
                         "--overwrite to start anew")
     with whole_file(target) as file:
         file.writelines(json.dumps(problem, ensure_ascii=False) + "\n" for problem in problems)
-    return problems
+    return problems, len(skipped or [])
 
 
 def file_hash(*paths):
@@ -373,11 +1090,14 @@ def load_tokenizer(folder):
     return AutoTokenizer.from_pretrained(folder)
 
 
-def render_prompt(tokenizer, problem, system):
-    """The state s_0 of a problem -> (text, token ids): by the chat template if there is one, else the bare problem."""
+def render_prompt(tokenizer, problem, system=None):
+    """The state s_0 of a problem -> (text, token ids): by the chat template if there is one, with the system prompt for
+    math or for code unless another is given ("": none); else the bare problem."""
     if not tokenizer.chat_template:
-        return problem, tokenizer(problem).input_ids
-    messages = [{"role": "system", "content": system}] * bool(system) + [{"role": "user", "content": problem}]
+        return problem["problem"], tokenizer(problem["problem"]).input_ids
+    if system is None:
+        system = CODE_SYSTEM if is_code(problem["answer"]) else MATH_SYSTEM
+    messages = [{"role": "system", "content": system}] * bool(system) + [{"role": "user", "content": problem["problem"]}]
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     return text, tokenizer(text, add_special_tokens=False).input_ids
 
@@ -619,6 +1339,8 @@ def sample_stage(jobs, path, key_fields, field, args, team, keep=("text", "ids",
     """Sample into the file at path, a line {**request.record, field: completions} a request, going on where an
     interrupted run stopped. jobs: [(model folder, requests), ...]."""
     shards = Shards(path, key_fields, team)
+    if any(is_code(request.problem["answer"]) for _, requests in jobs for request in requests):
+        check_sandbox()
     if team.share(f"{path} is there", path.exists()):
         for part in shards.parts() if team.rank == 0 else []:  # left when rank 0 was stopped right after merging
             part.unlink()
@@ -671,6 +1393,13 @@ def add_run_flags(parser):
     parser.add_argument("--overwrite", action="store_true", help="discard this stage's outputs and start anew")
 
 
+def add_problem_flags(parser):
+    parser.add_argument("--skip-bad", action="store_true",
+                        help="leave out rows without a gold answer, and count them, instead of stopping at the first")
+    parser.add_argument("--system", help=f"system prompt of chat models (default, for math: {MATH_SYSTEM} For code: "
+                        f"{CODE_SYSTEM})")
+
+
 def add_engine_flags(parser):
     engine = parser.add_argument_group("vLLM")
     engine.add_argument("--tensor-parallel", type=positive(int), default=1,
@@ -683,8 +1412,8 @@ def parse_args():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_run_flags(parser)
     parser.add_argument("--problems", type=Path, help="data file to import as RUN/problems.jsonl")
+    add_problem_flags(parser)
     parser.add_argument("--model", help="the policy: a folder or a name on the hub (default: RUN/policy)")
-    parser.add_argument("--system", default=SYSTEM, help="system prompt of chat models (default: %(default)s)")
     sampling = parser.add_argument_group("sampling")
     sampling.add_argument("--solutions", type=positive(int), default=32,
                           help="solutions a problem (default, as in the paper: %(default)s)")
@@ -705,7 +1434,7 @@ def main():
     folder = find_model(args.model or args.run / "policy")
     output, summary = args.run / "solutions.jsonl", None
     if team.rank == 0:
-        import_problems(args.problems, args.run / "problems.jsonl", args.overwrite)
+        _, skipped = import_problems(args.problems, args.run / "problems.jsonl", args.overwrite, args.skip_bad)
         settings = {name: getattr(args, name) for name in
                     ("solutions", "temperature", "top_p", "max_tokens", "system", "seed")}
         inputs = {"problems.jsonl": file_hash(args.run / "problems.jsonl"), "policy": model_hash(folder)}
@@ -717,12 +1446,13 @@ def main():
 
     tokenizer, requests = load_tokenizer(folder), []
     for problem in load_problems(args.run / "problems.jsonl"):
-        text, ids = render_prompt(tokenizer, problem["problem"], args.system)
+        text, ids = render_prompt(tokenizer, problem, args.system)
         requests.append(Request(f"generate/{problem['id']}", {**problem, "prompt": text, "prompt_ids": ids}, problem,
                                 ids, [], args.solutions, args.max_tokens, args.temperature, args.top_p, args.seed))
     sample_stage([(folder, requests)], output, ["id"], "solutions", args, team)
     if team.rank == 0:
-        finish_stage(args.run, "generate", summarise(output))
+        left_out = {"rows without a gold answer, left out": skipped} if skipped else {}
+        finish_stage(args.run, "generate", {**summarise(output), **left_out})
 
 
 if __name__ == "__main__":

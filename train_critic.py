@@ -511,7 +511,7 @@ def node_tokens(tree, tokenizer, same_vocabulary, system):
     policy share a vocabulary; else each step's text is tokenised for itself, so that a state's tokens are always a
     prefix of its successors', and the critic's own end-of-text id stands for the policy's.
     """
-    tokens = [render_prompt(tokenizer, tree["problem"], system)[1]]
+    tokens = [render_prompt(tokenizer, tree, system)[1]]
     for node in tree["nodes"][1:]:
         if same_vocabulary:
             tokens.append(node["ids"])
