@@ -10,6 +10,7 @@ are sampled, the careless mark can be learnt, and the truth V(s) can be computed
     2+2-8+7-1+3=    2+2=4    4-8?7 (a slip: it is 6)    7+7=4    4-1=3    3+3=6    \boxed{6} (wrong: it is 5)
 """
 import argparse
+import base64
 import gzip
 import importlib
 import importlib.util
@@ -17,13 +18,16 @@ import itertools
 import json
 import math
 import os
+import pickle
 import random
+import re
 import shlex
 import shutil
 import signal
 import subprocess
 import sys
 import time
+import zlib
 from pathlib import Path
 
 # Read when torch is imported: threads that wait do not spin, which costs little, and much less when a core is taken.
@@ -87,11 +91,13 @@ def demonstrations(n, rng):
     return np.stack(columns, axis=1)
 
 
-def toy_tokenizer():
+def toy_tokenizer(symbols=SYMBOLS):
+    """One token a symbol."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
-    tokenizer = Tokenizer(models.WordLevel(ID, unk_token="<pad>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"\\boxed\{|[\s\S]"), "isolated")
+    tokenizer = Tokenizer(models.WordLevel({symbol: i for i, symbol in enumerate(symbols)}, unk_token="<pad>"))
+    longer = [re.escape(symbol) for symbol in symbols if len(symbol) > 1]
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("|".join([*longer, r"[\s\S]"])), "isolated")
     tokenizer.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>")
 
@@ -122,18 +128,18 @@ class Muon(torch.optim.Optimizer):
                                alpha=-group["lr"] * max(1, parameter.shape[0] / parameter.shape[1]) ** 0.5)
 
 
-def train_toy_policy(seed, batch=64, learnt=0.06, cool_down=100):
-    """A small Llama model that imitates the careless author. It trains until its loss shows that it has learnt the
-    sums (what is left, 0.032, is the author's carelessness), then cool_down steps more while the learning rate
-    falls to 0."""
+def train_toy_policy(seed, symbols, demonstrations, prompt_tokens, learnt, batch=64, cool_down=100):
+    """A small Llama model that imitates the careless author of demonstrations(n, rng). It trains until its loss is
+    `learnt`, then cool_down steps more while the learning rate falls to 0."""
     from transformers import LlamaConfig, LlamaForCausalLM
     from generate import progress_bar
     torch.manual_seed(seed)
     model = LlamaForCausalLM(LlamaConfig(
-        vocab_size=len(SYMBOLS), hidden_size=128, intermediate_size=256, num_hidden_layers=3, num_attention_heads=4,
+        vocab_size=len(symbols), hidden_size=128, intermediate_size=256, num_hidden_layers=3, num_attention_heads=4,
         num_key_value_heads=4, max_position_embeddings=128,
         rope_parameters={"rope_type": "default", "rope_theta": 100.0},
-        bos_token_id=None, eos_token_id=ID["<eos>"], pad_token_id=ID["<pad>"], tie_word_embeddings=True))
+        bos_token_id=None, eos_token_id=symbols.index("<eos>"), pad_token_id=symbols.index("<pad>"),
+        tie_word_embeddings=True))
     matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
     others = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
     optimizers = {Muon(matrices, lr=0.03): 0.03, torch.optim.AdamW(others, betas=(0.9, 0.98), weight_decay=0.0): 4e-3}
@@ -141,8 +147,8 @@ def train_toy_policy(seed, batch=64, learnt=0.06, cool_down=100):
     with progress_bar(None, "making the toy's policy", "steps") as bar:
         while steps_left != 0:
             ids = torch.from_numpy(demonstrations(batch, rng))
-            logits = model(input_ids=ids[:, :-1], use_cache=False).logits[:, PROMPT_TOKENS - 1:]
-            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, PROMPT_TOKENS:].flatten())
+            logits = model(input_ids=ids[:, :-1], use_cache=False).logits[:, prompt_tokens - 1:]
+            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, prompt_tokens:].flatten())
             loss.backward()
             fraction = min(1, (step + 1) / 50) if steps_left is None else steps_left / cool_down
             for optimizer, lr in optimizers.items():
@@ -172,9 +178,52 @@ def make_toy(run, seed, n_problems, n_test):
             for i, (text, answer) in enumerate(problems.items())]
     for name, part in (("problems.jsonl", rows[:n_problems]), ("test.jsonl", rows[n_problems:])):
         (run / name).write_text("".join(json.dumps(row) + "\n" for row in part))
-    policy = train_toy_policy(seed)
+    # at 0.06 it has learnt the sums: what is left, 0.032, is the author's carelessness
+    policy = train_toy_policy(seed, SYMBOLS, demonstrations, PROMPT_TOKENS, learnt=0.06)
     policy.save_pretrained(run / "policy")
     toy_tokenizer().save_pretrained(run / "policy")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A toy of code: +3*2-4= asks for the function ((x+3)*2)-4, written line by line, sometimes with the wrong sign
+
+CODE_SYMBOLS = ["<pad>", "<eos>", "\n", *"0123456789+-*=", "def f(x):\n", "    x = x ", "    return x\n"]
+
+
+def code_demonstrations(n, rng, operations=3, slip=0.3):
+    """n problems with programs as a careless author writes them, as token ids: (n, tokens)."""
+    digits = rng.integers(0, 10, (n, operations)) + CODE_SYMBOLS.index("0")
+    signs = rng.integers(0, 3, (n, operations))
+    written = (signs + (rng.random((n, operations)) < slip)) % 3 + CODE_SYMBOLS.index("+")
+    always = {symbol: np.full(n, number) for number, symbol in enumerate(CODE_SYMBOLS)}
+    columns = [column for i in range(operations) for column in (signs[:, i] + CODE_SYMBOLS.index("+"), digits[:, i])]
+    columns += [always["="], always["def f(x):\n"]]
+    for i in range(operations):
+        columns += [always["    x = x "], written[:, i], digits[:, i], always["\n"]]
+    return np.stack([*columns, always["    return x\n"], always["<eos>"]], axis=1)
+
+
+def run_line_by_line(operations, x):
+    for sign, digit in zip(operations[::2], operations[1::2]):
+        x = {"+": x + int(digit), "-": x - int(digit), "*": x * int(digit)}[sign]
+    return x
+
+
+def make_code_toy(run, n_problems, seed=0):
+    """Write problems.jsonl and policy/ into a run."""
+    run.mkdir()
+    rng, problems = random.Random(seed), {}
+    while len(problems) < n_problems:
+        operations = "".join(rng.choice("+-*") + rng.choice("0123456789") for _ in range(3))
+        tests = [[[x], run_line_by_line(operations, x)] for x in (0, 1, 7, -5)]
+        problems[operations + "="] = json.dumps({"kind": "function", "name": "f", "tests": tests})
+    (run / "problems.jsonl").write_text("".join(
+        json.dumps({"id": f"code-{i}", "problem": text, "answer": tests}) + "\n"
+        for i, (text, tests) in enumerate(problems.items())))
+    # what is left at the end, 0.12, is the author's carelessness
+    policy = train_toy_policy(seed, CODE_SYMBOLS, code_demonstrations, prompt_tokens=7, learnt=0.16, cool_down=30)
+    policy.save_pretrained(run / "policy")
+    toy_tokenizer(CODE_SYMBOLS).save_pretrained(run / "policy")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -707,24 +756,414 @@ def test_the_stopping_rule():
 # ---------------------------------------------------------------------------------------------------------------------
 # Tests: grading and statistics
 
-def test_grading():
+def test_the_last_box_counts():
     from generate import grade, last_boxed
     assert last_boxed(r"\boxed{1} then \boxed{\frac{1}{2}}.") == r"\frac{1}{2}"
-    assert last_boxed(r"\boxed{\{1, 2\}}") == r"\{1, 2\}"
-    assert last_boxed(r"\boxed{1} then \boxed{2") is None and last_boxed("none") is None
+    assert last_boxed(r"\boxed{\{1, 2\}}") == r"\{1, 2\}" and last_boxed(r"\boxed{\boxed{5}}") == "5"
+    assert last_boxed(r"$\boxed 7$") == "7" and last_boxed(r"\fbox{8}") == "8", "as a few of MATH's solutions have it"
+    for text in (r"\boxed{1} then \boxed{2", r"\boxed{1} then \boxed", r"\boxed{1} then \boxed{\frac{1}{2}", "none"):
+        assert last_boxed(text) is None
     half = {"answer": r"\frac{1}{2}"}
-    assert grade(half, r"so \boxed{\frac{1}{2}}") == grade(half, r"so \boxed{0.5}") == 1.0
-    assert grade(half, r"\boxed{ \dfrac12 }") == 1.0
+    assert grade(half, r"so \boxed{\frac{1}{2}}") == grade(half, r"so \boxed{0.5}") == grade(half, r"\boxed{ \dfrac12 }") == 1.0
     assert grade(half, r"\boxed{0.5} or \boxed{0.6}") == grade(half, "0.5") == grade(half, r"\boxed{}") == 0.0
-    assert grade(half, r"\boxed{1/2} and \boxed{1/2") == 0.0
+    assert grade(half, r"\boxed{1/2} and \boxed{1/2") == grade(half, r"\boxed{ }") == 0.0
+    assert grade({"answer": "1,2"}, r"\boxed{1} and \boxed{2}") == 0.0, "several boxes make no set"
 
 
-def test_a_hanging_comparison_is_wrong_and_harms_nothing():
-    from generate import MATH_SECONDS, grade
-    started = time.time()
-    assert grade({"answer": "7"}, r"\boxed{9^{9^{9^{9^{9}}}}}") == 0.0
-    assert time.time() - started < MATH_SECONDS + 10
-    assert grade({"answer": "7"}, r"\boxed{7.0}") == 1.0
+# gold == what is right, ... != what is wrong, ...     (separated by " ; ")
+EQUIVALENT = r"""
+\frac{1}{2006!} == \frac{2}{2 \cdot 2006!} != \frac{1}{2004!} ; 0
+2006! == 2006 \cdot 2005! != 2004! ; 2006!+1
+\frac{2}{2006!} == \frac{1}{1003 \cdot 2005!}
+\frac{x}{2006!} != \frac{x}{2004!}
+(0,\frac{1}{2006!}) != (0,\frac{1}{2004!})
+10^{100} != 10^{100}+1
+10^{-20} == \frac{1}{10^{20}} != 10^{-21} ; 2 \cdot 10^{-20} ; 0
+10^{-20}x != 2 \cdot 10^{-20}x
+1.5 \times 10^{-9} == 1.5e-9 ; 0.0000000015 != 1.6 \times 10^{-9}
+4.5e33 == 4.5 \times 10^{33} ; 4.5\cdot10^{33} != 4.6e33 ; 4.5e32
+e^{-100} != e^{-101} ; 0
+\sqrt{10^{30}+1} != 10^{15}
+0 == 0.0 ; \sqrt{2}\sqrt{2}-2 != 10^{-10} ; 0.0000001
+123456789 == 123,456,789 != 123456788
+\frac{1}{3} == 0.333333 ; 0.\overline{3} != 0.33 ; 0.3
+2.1\overline{6} == \frac{13}{6} != 2.16
+2\sqrt{3} == \sqrt{12} ; 2\sqrt3 ; 3.464101615 != 3.46
+\pi == 3.14159265 != 3.14
+5 == 5. ; +5 ; 5.0 ; x=5 ; 2+3=5 != 5 \text{ apples and } 3 ; 5 or 6 ; 5, 6 ; 5 + ; 5) ; x^2=5 ; 3+1=5 ; 5\text{ or more}
+12 != 12 + ; 12) ; 1 2 ; 21
+3 != 1 2 ; 3 \mid 4 ; \pm 3 ; \text{three}
+2x != 2x + \ldots ; 2
+\frac{1}{2} == 0.5 ; .5 ; 1/2 ; \dfrac12 ; \tfrac{2}{4} ; \frac 1 2 ; 50\% != 2 ; \frac{1}{2} + \text{something}
+-\frac{1}{2} == \frac{-1}{2} ; \frac{1}{-2} ; - 0.5 != \frac{1}{2}
+1\frac{1}{2} == \frac{3}{2} ; 1.5 ; 1 1/2 ; 1 \frac{1}{2} != \frac{1}{2} ; 11/2
+-1\frac{1}{2} == -\frac{3}{2} ; -1 1/2
+1,000 == 1000 ; 1{,}000 ; 1\,000 ; 1 000 ; 10^3 ; \$1,000 != 1
+10,\!080 == 10080
+12,345.67 == 12345.67
+1,234 != 1.234
+\$1,234.50 == 1234.5 ; 1234.50 \text{ dollars}
+5 \text{ million} == 5000000 ; 5,000,000 ; 5 \times 10^6 ; 5 million dollars != 5
+5 \text{ cm} == 5 ; 5 cm ; 5\text{ centimeters} ; 5 \mathrm{~cm} ; 5\text{ cm}^2 != 5\text{ m} ; 6 \text{ cm}
+5 == 5 \text{ square units} ; 5\text{ cm}^2 ; \$5
+6.5 \mathrm{~m} / \mathrm{s} == 6.5
+15 \text{ miles per hour} == 15 ; 15 mph
+\frac{3}{4} \text{ of the cake} == 0.75
+2c != 2
+5m != 5 ; 5s
+90^\circ == 90 ; 90^{\circ} ; 90° ; 90 \text{ degrees} != 91^\circ
+50\% == 50 ; 50% ; 0.5 ; 50 \text{ percent} != 5 ; 51\%
+\text{B} == B ; (B) ; \textbf{(B)}\ 12 ; B. != C ; \text{(C)} ; b
+E == \text{(E)} != e ; D
+\text{yes} == Yes ; yes != no
+\text{Evelyn} == Evelyn != \text{Carla}
+\text{no solution} == \text{No Solution} != 0
+listen != silent
+\text{June 20} != \text{June 21}
+x=5 == 5 != y=5 ; x=6
+y=2x+3 == y=3+2x ; 2x-y+3=0 ; 2x+3 != y=2x
+2x+3y=6 == 4x+6y=12 != 2x+3y=7
+x+y=1 != x-y=1 ; 1=1
+x=x+1 != y=y+2
+\sin(x)=2 != \cos(x)=3
+e^x=0 != e^y=0
+x^2+y^2=1 != y=x
+\text{foo}=\text{bar} != \text{baz}=\text{qux}
+a \equiv 1 \pmod 3 != a \equiv 2 \pmod 3
+f(x)=x^2 == x^2 != f(x)=x^3
+[0,1) == [0, 1 ) ; \left[0,1\right) ; x \in [0,1) != (0,1) ; [0,1] ; (0,1]
+(0,\infty) == (0, \infty) != [0, \infty)
+(-\infty,2)\cup(3,\infty) == (3, \infty) \cup (-\infty,2) != (-\infty, 2] \cup (3, \infty)
+x<5 == (-\infty,5) ; 5>x != x\le 5
+1<x<3 == (1,3) != 1<x<4
+(1,2) == ( 1 , 2 ) ; \left(1,2\right) ; \langle 1,2\rangle != (2,1) ; [1,2] ; \{1,2\} ; (1,3)
+(3,1) != (5,2)
+(1,2,3) != (1,3,2)
+\{1,2\} == \{2,1\} ; 1,2 ; 2, 1 != (1,2) ; \{1,3\} ; \{1,2,3\}
+1,2,3 == 3, 2, 1 ; 1, 2 \text{ and } 3 != 1,2
+\pm 3 == 3,-3 != 3
+2 \pm \sqrt{3} == 2+\sqrt{3}, 2-\sqrt{3}
+\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix} == \begin{bmatrix} 1 & 2 \\ 3 & 4 \end{bmatrix} != \begin{pmatrix} 1 & 2 \\ 3 & 5 \end{pmatrix}
+\begin{pmatrix} 1/2 \\ 2 \end{pmatrix} == \left(\begin{array}{c} 0.5 \\ 2 \end{array}\right) != \begin{pmatrix} 2 \\ 1/2 \end{pmatrix}
+x^2+2x+1 == (x+1)^2 ; x^{2}+2x+1 != (x+2)^2
+\frac{x^2-1}{x-1} == x+1
+\sin x == \sin(x) != \cos x
+3-2i == -2i+3 != 3+2i
+\sqrt{-1} == i != 1
+\log_2 8 == 3 ; \log_{2}8 != 2
+\binom{5}{2} == 10
+2516_8 == 2516_{8} != 2516_9 ; 2516
+2^{3}4 == 32 != 2^{34}
+3:4 == 3 : 4 != 4:3
+x_1 == x_{1} != x_2
+\emptyset == \{\} != \{0\}
+\mathbb{R} == (-\infty,\infty) != \mathbb{Z}
+\overline{AB} != AB
+|x| != x
+"""
+
+
+@pytest.mark.parametrize("line", EQUIVALENT.strip().splitlines())
+def test_which_answers_are_equivalent(line):
+    from generate import equivalent
+    gold, _, wrong = line.partition(" != ")
+    gold, _, right = gold.partition(" == ")
+    for expected, answers in ((True, right), (False, wrong)):
+        for answer in filter(None, answers.split(" ; ")):
+            assert equivalent(gold, answer) == expected, f"{gold} and {answer}"
+
+
+def test_a_hanging_comparison_is_wrong_and_harms_nothing(monkeypatch):
+    """200 gradings, every 20th of them one that does not end: all come back, and the others' verdicts are right."""
+    import generate
+    monkeypatch.setattr(generate, "MATH_SECONDS", 1)
+    tower = r"\boxed{9^{9^{9^{9^{9}}}}}"
+    responses = [tower if i % 20 == 0 else rf"\boxed{{{7 + i % 2}.0}}" for i in range(200)]
+    with generate.grading_pool() as pool:
+        rewards = list(pool.map(generate.grade, [{"answer": "7"}] * 200, responses))
+    assert rewards == [0.0 if i % 20 == 0 else float(i % 2 == 0) for i in range(200)]
+
+
+def test_ten_thousand_gradings():
+    import generate
+    golds = [line.split(" == ")[0] for line in EQUIVALENT.strip().splitlines() if " == " in line]
+    responses = [rf"so \boxed{{{line.split(' == ')[1].split(' != ')[0].split(' ; ')[0]}}}"
+                 for line in EQUIVALENT.strip().splitlines() if " == " in line]
+    n, started = -(-10_000 // len(golds)), time.time()
+    with generate.grading_pool() as pool:
+        rewards = list(pool.map(generate.grade, [{"answer": gold} for gold in golds] * n, responses * n))
+    assert len(rewards) >= 10_000 and set(rewards) == {1.0}
+    print(f"{len(rewards) / (time.time() - started):,.0f} gradings a second")
+
+
+def data_file(name):
+    """A real data file that stands beside the project, or skip."""
+    path = HERE.parent / "shared" / "data" / name
+    if not path.exists():
+        pytest.skip(f"{path} is not there")
+    return path
+
+
+def test_agreement_with_another_grader_on_400_real_responses():
+    from generate import grade
+    for row in read_lines(data_file("qwen_math_responses.jsonl")):
+        for response, verdict in zip(row["responses"], row["verdicts"], strict=True):
+            assert grade(row, response) == float(verdict), (row["answer"], response[-200:])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Tests: grading code
+
+needs_bwrap = pytest.mark.skipif(shutil.which("bwrap") is None and not os.environ.get("CI"),
+                                 reason="needs bubblewrap")
+ADD = {"kind": "stdin", "tests": [["3 4\n", "7\n"], ["1 1", "2"]]}
+PLUS = {"kind": "function", "name": "f", "tests": [[[1, 2], 3], [[5, 5], 10]]}
+PAIR = {"kind": "asserts", "before": "", "names": ["f"],
+        "tests": "assert f(1) == (1, 2)\nassert f(2) == (2, 3)\nassert list(f(3)) == [3, 4]"}
+
+
+def verdict(tests, code):
+    from generate import grade
+    return grade({"answer": json.dumps(tests)}, code)
+
+
+RIGHT_CODE = {
+    "input()": (ADD, "a, b = map(int, input().split())\nprint(a + b)"),
+    "sys.stdin": (ADD, "import sys\nprint(sum(map(int, sys.stdin.read().split())))\nsys.exit(0)"),
+    "sys.stdin.buffer": (ADD, "import sys\nprint(sum(map(int, sys.stdin.buffer.readline().split())))\nexit()"),
+    "os._exit": (ADD, "import os, sys\nprint(sum(map(int, input().split())))\nsys.stdout.flush()\nos._exit(0)"),
+    "main guard": (ADD, "def main():\n    print(sum(map(int, input().split())))\nif __name__ == '__main__':\n    main()"),
+    "a thread with a deep stack": (ADD, "import sys, threading\nsys.setrecursionlimit(10**6)\nthreading.stack_size(2**27)\n"
+                                   "def deep(n):\n    return n and 1 + deep(n - 1)\ndef main():\n    deep(50000)\n"
+                                   "    print(sum(map(int, input().split())))\nthreading.Thread(target=main).start()"),
+    "numpy": (ADD, "import numpy as np\nprint(np.array(input().split(), int).sum())"),
+    "last fenced block": (ADD, "First:\n```python\nwrong\n```\nBetter:\n```python\nprint(sum(map(int, input().split())))\n"
+                          "```\nIt runs in constant time."),
+    "floats": ({"kind": "stdin", "tests": [["", "0.333333333 yes 5"]]}, "print(1 / 3, 'yes', 5)"),
+    "function": (PLUS, "def f(a, b):\n    print('[3]')\n    return a + b"),
+    "method": (PLUS, "class Solution:\n    def f(self, a: int, b: Optional[int]) -> List[int]:\n        return a + b"),
+    "results in lists of one": ({**PLUS, "tests": [[[1, 2], [3]], [[5, 5], [10]]]}, "def f(a, b):\n    return a + b"),
+    "a tuple for a list": ({**PLUS, "tests": [[[1, 2], [1, 2]]]}, "def f(a, b):\n    return a, b"),
+    "keys become text": ({**PLUS, "tests": [[[1, 2], {"1": 2.0000001}]]}, "def f(a, b):\n    return {a: b}"),
+    "asserts": (PAIR, "def f(a):\n    return a, a + 1"),
+    "a named tuple": (PAIR, "from collections import namedtuple\nP = namedtuple('P', 'a b')\ndef f(a):\n    return P(a, a + 1)"),
+    "objects": ({**PAIR, "names": ["Node", "height"], "tests": "root = Node(1)\nroot.left = Node(2)\n"
+                 "assert height(root) == 2 and root.left.value == 2"},
+                "class Node:\n    def __init__(self, value):\n        self.value, self.left = value, None\n"
+                "def height(node):\n    return 1 + height(node.left) if node else 0"),
+    "an expected error": ({**PAIR, "tests": "try:\n    f(0)\nexcept ValueError:\n    pass\nelse:\n    assert False"},
+                          "def f(a):\n    raise ValueError(a)")}
+
+WRONG_CODE = {
+    "wrong": (ADD, "print(7)"),
+    "prose": (ADD, "The answer is 7."),
+    "exit code": (ADD, "print(sum(map(int, input().split())))\nexit(1)"),
+    "an unfinished block": (ADD, "```python\nprint(sum(map(int, input().split())))"),
+    "integers are exact": ({"kind": "stdin", "tests": [["", "100000000"]]}, "print(100000001)"),
+    "huge integers too": ({"kind": "stdin", "tests": [["", "1" * 2000]]}, "print('2' * 2000)"),
+    "a word more": (ADD, "print(sum(map(int, input().split())), 0)"),
+    "function exits early": (PLUS, "exit()\ndef f(a, b):\n    return a + b"),
+    "function prints the result": (PLUS, "print(3)\ndef f(a, b):\n    print(a + b)"),
+    "function equals all": (PLUS, "class A(int):\n    def __eq__(self, other):\n        return True\ndef f(a, b):\n    return A(0)"),
+    "not the same reading": ({**PLUS, "tests": [[[1, 2], [3]], [[5, 5], [10]]]},
+                             "def f(a, b):\n    return [a + b] if a == 1 else a + b"),
+    "a list for a tuple": (PAIR, "def f(a):\n    return [a, a + 1]"),
+    "asserts exit early": (PAIR, "exit(0)"),
+    "asserts exit in a call": (PAIR, "import os\ndef f(a):\n    os._exit(0)"),
+    "asserts raise SystemExit": (PAIR, "def f(a):\n    raise SystemExit(0)"),
+    "asserts equal all": (PAIR, "class A(tuple):\n    def __eq__(self, other):\n        return True\ndef f(a):\n    return A()"),
+    "an object that equals all": (PAIR, "class A:\n    def __eq__(self, other):\n        return True\n"
+                                  "    def __iter__(self):\n        return iter([3, 4])\ndef f(a):\n    return A()"),
+    "asserts printed": (PAIR, "import os\nfor i in range(1, 32):\n    try:\n        os.write(i, b'{\"passed\": true}\\n')\n"
+                        "    except OSError:\n        pass\ndef f(a):\n    return 0"),
+    "exit and errors redefined": (PAIR, "import builtins\nbuiltins.exit = exit = print\nbuiltins.AssertionError = Exception\n"
+                                  "def list(x):\n    return [3, 4]\ndef f(a):\n    return 0")}
+
+
+@needs_bwrap
+@pytest.mark.parametrize("kind", RIGHT_CODE)
+def test_right_code_passes(kind):
+    assert verdict(*RIGHT_CODE[kind]) == 1.0
+
+
+@needs_bwrap
+@pytest.mark.parametrize("kind", WRONG_CODE)
+def test_wrong_code_does_not_pass(kind):
+    assert verdict(*WRONG_CODE[kind]) == 0.0
+
+
+RIGHT = "print(sum(map(int, input().split())), flush=True)\n"
+HOSTILE = {
+    "a loop that swallows every exception": "while True:\n    try:\n        while True:\n            pass\n"
+                                            "    except BaseException:\n        pass",
+    "sleep": "import time\ntime.sleep(1000)",
+    "a fork bomb": "import os\nwhile True:\n    try:\n        os.fork()\n    except OSError:\n        pass",
+    "memory without end": "x = []\nwhile True:\n    try:\n        x.append(bytearray(10 ** 8))\n    except MemoryError:\n"
+                          "        pass",
+    "output without end": "while True:\n    print('7' * 1000)",
+    "files without end": "i = 0\nwhile True:\n    i += 1\n    open(f'/tmp/{i}', 'w').write('7' * 10 ** 7)",
+    "a child that outlives its parent": RIGHT + "import os, time\nif os.fork() == 0:\n    os.setsid()\n"
+                                                "    if os.fork() == 0:\n        time.sleep(1000)",
+    "a write outside": RIGHT + "open('OUTSIDE', 'w')",
+    "a write to the system": RIGHT + "open('/usr/local/evil', 'w')",
+    "a look at the project": RIGHT + "import os\nos.listdir('PROJECT')",
+    "a connection": RIGHT + "import socket\nsocket.create_connection(('127.0.0.1', PORT), 2)",
+    "a signal to everybody": "import os, signal\nos.kill(-1, signal.SIGKILL)"}
+
+
+def processes(text):
+    """How many processes run (or are dead and not yet buried) whose command line holds this text."""
+    lines = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()]
+    return sum(text.encode() in line for line in lines)
+
+
+@needs_bwrap
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_hostile_code_is_wrong_on_time_and_leaves_nothing(monkeypatch, tmp_path, kind):
+    import socket
+    import generate
+    monkeypatch.setattr(generate, "CODE_SECONDS", 2)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        mark = f"# {tmp_path.name} {kind}"
+        code = HOSTILE[kind].replace("OUTSIDE", str(tmp_path / "evil")).replace("PROJECT", str(HERE))
+        code = code.replace("PORT", str(server.getsockname()[1]))
+        started = time.time()
+        assert verdict(ADD, f"{mark}\n{code}") == 0.0
+        assert time.time() - started < 10
+        server.settimeout(0.1)
+        with pytest.raises(TimeoutError):
+            server.accept()
+    assert processes(mark) == 0 and not (tmp_path / "evil").exists()
+    assert verdict(ADD, RIGHT) == 1.0, "the next program is unharmed"
+
+
+@needs_bwrap
+def test_many_gradings_of_code_at_once(monkeypatch):
+    """Verdicts do not depend on what runs beside: every 20th of 100 programs hangs, a fork bomb or a loop."""
+    import generate
+    monkeypatch.setattr(generate, "CODE_SECONDS", 2)
+    codes = [list(HOSTILE.values())[2 * (i % 40 == 0)] if i % 20 == 0 else RIGHT if i % 2 else "print(7)"
+             for i in range(100)]
+    with generate.grading_pool() as pool:
+        rewards = list(pool.map(lambda code: verdict(ADD, code), codes))
+    assert rewards == [float(i % 2) for i in range(100)]
+
+
+@needs_bwrap
+def test_what_a_program_sees():
+    """Not root, no capabilities, limits that hold, no variables of ours."""
+    code = """
+import os, resource
+status = dict(line.split(":", 1) for line in open("/proc/self/status") if ":" in line)
+print(os.getuid() > 0, int(status["CapEff"], 16), status["NoNewPrivs"].strip(), resource.getrlimit(resource.RLIMIT_NPROC)[1],
+      os.path.exists("/root/.bashrc"), os.path.exists("/etc/passwd"), "HF_HUB_OFFLINE" in os.environ)
+"""
+    assert verdict({"kind": "stdin", "tests": [["", "True 0 1 32 False False False"]]}, code) == 1.0
+
+
+@needs_bwrap
+def test_humaneval():
+    """All reference solutions pass, and none without its body."""
+    from generate import grade, grading_pool, load_problems
+    path = data_file("HumanEval.jsonl.gz")
+    problems, rows = load_problems(path), [json.loads(line) for line in gzip.open(path)]
+    assert len(problems) == 164 and problems[0]["id"] == "HumanEval/0"
+    with grading_pool() as pool:
+        for ending, expected in (("canonical_solution", 1.0), (None, 0.0)):
+            codes = [f"```python\n{row['prompt']}{row[ending] if ending else '    pass'}\n```" for row in rows]
+            assert set(pool.map(grade, problems, codes)) == {expected}
+    assert grade(problems[0], rows[0]["canonical_solution"]) == 1.0, "the body alone goes on where the prompt ends"
+
+
+def pickled(cases):
+    return base64.b64encode(zlib.compress(pickle.dumps(json.dumps(cases)))).decode()
+
+
+def stdin_case(given, output):
+    return {"input": given, "output": output, "testtype": "stdin"}
+
+
+# a row as the data set has it, words of the prompt, a right solution, a wrong one
+CODE_ROWS = {
+    "APPS": ({"id": 7, "question": "Add two numbers.", "starter_code": "",
+              "input_output": json.dumps({"inputs": ["3 4\n", ["1", "1"]], "outputs": ["7\n", ["2"]]})},
+             ["Add two numbers.", "standard input"],
+             "import sys\nprint(sum(map(int, sys.stdin.read().split())))", "print(7)"),
+    "TACO, a function": ({"question": "Add.", "starter_code": "def add(a, b):\n\t",
+                          "input_output": json.dumps({"fn_name": "add", "inputs": [[3, 4], [1, 1]], "outputs": [[7], [2]]})},
+                         ["Add.", "def add(a, b):"], "def add(a, b):\n    return a + b", "def add(a, b):\n    return 7"),
+    "TACO, a method": ({"question": "Reverse.", "starter_code": "class Solution:\n    def rev(self, s: str) -> str:\n",
+                        "input_output": json.dumps({"fn_name": "rev", "inputs": [["ab"]], "outputs": ["ba"]})},
+                       ["class Solution"], "class Solution:\n    def rev(self, s: str) -> str:\n        return s[::-1]",
+                       "class Solution:\n    def rev(self, s):\n        return s"),
+    "HumanEval": ({"task_id": "HumanEval/0", "entry_point": "twice", "canonical_solution": "    return [*x, *x]\n",
+                   "prompt": "import math\n\ndef half(x):\n    return x / 2\n\n\ndef twice(x: list):\n    \"\"\"Twice.\"\"\"\n",
+                   "test": "METADATA = {}\n\ndef check(candidate):\n    import numpy as np\n"
+                           "    assert candidate([1]) == [1, 1]\n    assert np.allclose(candidate([half(2)]), [1.0, 1.0])\n"},
+                  ["def twice(x: list):"], "def twice(x):\n    return x + x", "def twice(x):\n    return x"),
+    "MBPP": ({"task_id": 11, "text": "Write a function to count.", "code": "", "test_setup_code": "",
+              "test_list": ["assert count('aab') == {'a': 2, 'b': 1}", "assert math.isclose(count('')[''] if 0 else 1, 1)"]},
+             ["to count", "assert count('aab')"], "from collections import Counter\ndef count(s):\n    return Counter(s)",
+             "class math:\n    isclose = lambda a, b: True\ndef count(s):\n    return {}"),
+    "MBPP+": ({"task_id": 12, "prompt": "Write a function to add.", "test_imports": ["from math import isclose"],
+               "test_list": ["assert isclose(add(1, 2), 3)"],
+               "test": "import numpy as np\n\ninputs = [[1, 2], [5, 5]]\nresults = [3, 10]\n"
+                       "for i, (inp, exp) in enumerate(zip(inputs, results)):\n    assert np.allclose(add(*inp), exp)\n"},
+              ["to add", "isclose(add(1, 2), 3)"], "def add(a, b):\n    return a + b", "def add(a, b):\n    return 3"),
+    "LiveCodeBench": ({"question_content": "Add.", "question_id": "1_A", "starter_code": "", "metadata": "{}",
+                       "public_test_cases": json.dumps([stdin_case("3 4\n", "7\n")]),
+                       "private_test_cases": pickled([stdin_case("1 1\n", "2\n")])},
+                      ["standard input"], "print(sum(map(int, input().split())))", "print(7)"),
+    "LiveCodeBench, a function": (
+        {"question_content": "Add.", "starter_code": "class Solution:\n    def add(self, a: int, b: List[int]) -> int:\n",
+         "metadata": json.dumps({"func_name": "add"}), "private_test_cases": json.dumps([]),
+         "public_test_cases": json.dumps([{"input": "3\n[4, 1]", "output": "8", "testtype": "functional"}])},
+        ["class Solution"], "class Solution:\n    def add(self, a: int, b: List[int]) -> int:\n        return a + sum(b)",
+        "class Solution:\n    def add(self, a, b):\n        return a")}
+
+
+@needs_bwrap
+@pytest.mark.parametrize("name", CODE_ROWS)
+def test_code_data_sets(tmp_path, name):
+    from generate import grade, load_problems
+    row, words, right, wrong = CODE_ROWS[name]
+    (tmp_path / "p.jsonl").write_text(json.dumps(row) + "\n")
+    problems = load_problems(tmp_path / "p.jsonl")
+    assert isinstance(problems[0]["answer"], str) and all(word in problems[0]["problem"] for word in words)
+    (tmp_path / "again.jsonl").write_text(json.dumps(problems[0]) + "\n")
+    assert load_problems(tmp_path / "again.jsonl") == problems, "what is read is written, and read again"
+    assert grade(problems[0], f"```python\n{right}\n```") == 1.0 and grade(problems[0], wrong) == 0.0
+
+
+@needs_bwrap
+def test_the_toy_of_code_goes_through_generate_and_label(tmp_path):
+    run = tmp_path / "code"
+    make_code_toy(run, n_problems=8)
+    bad = {"id": "bad", "problem": "+1=", "input_output": json.dumps({"inputs": [], "outputs": []})}
+    (tmp_path / "data.json").write_text(json.dumps([*read_lines(run / "problems.jsonl"), bad], indent=1))
+    output = run_script(f"generate.py --run {run} --problems {tmp_path / 'data.json'} --skip-bad --solutions 4 --max-tokens 32")
+    assert "left out 1 rows of 9 (the first: line 42, no tests" in output
+    assert json.loads((run / "generate.json").read_text())["summary"]["rows without a gold answer, left out"] == 1
+    run_script(f"label.py --run {run} --select 2 --completions 4")
+    rewards = []
+    for row in read_lines(run / "solutions.jsonl"):
+        for solution in row["solutions"]:
+            written = "".join(re.findall(r"x = x (..)", solution["text"]))
+            same = all(run_line_by_line(written, x) == run_line_by_line(row["problem"], x) for x in (0, 1, 7, -5))
+            rewards.append(float(same and solution["text"].endswith("    return x\n")))
+            assert solution["reward"] == rewards[-1]
+    assert 0.1 < np.mean(rewards) < 0.8
+    values = [node["value"] for tree in read_lines(run / "trees.jsonl") for node in tree["nodes"] if "value" in node]
+    assert len(set(values)) > 3 and len(values) > 40
+
+
+def test_code_without_bubblewrap_is_an_error(monkeypatch, tmp_path):
+    from generate import UserError, check_sandbox
+    check_sandbox.cache_clear()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    for ask in (check_sandbox, lambda: verdict(ADD, RIGHT), lambda: verdict(PLUS, RIGHT), lambda: verdict(PAIR, RIGHT)):
+        with pytest.raises(UserError, match="apt install bubblewrap"):
+            ask()
 
 
 def test_pass_at_k_and_majority():
@@ -774,29 +1213,47 @@ def test_prompts():
     """By the chat template if there is one, else the bare problem."""
     from generate import render_prompt
     tokenizer = byte_level_tokenizer()
-    assert render_prompt(tokenizer, "1+1?", "be brief") == ("1+1?", tokenizer("1+1?").input_ids)
+    math, code = {"problem": "1+1?", "answer": "2"}, {"problem": "1+1?", "answer": json.dumps(ADD)}
+    assert render_prompt(tokenizer, math, "be brief") == ("1+1?", tokenizer("1+1?").input_ids)
     tokenizer.chat_template = ("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
                                "{% if add_generation_prompt %}<assistant>{% endif %}")
-    text, ids = render_prompt(tokenizer, "1+1?", "be brief")
+    text, ids = render_prompt(tokenizer, math, "be brief")
     assert text == "<system>be brief<user>1+1?<assistant>" and tokenizer.decode(ids) == text
-    assert render_prompt(tokenizer, "1+1?", "")[0] == "<user>1+1?<assistant>"
+    assert render_prompt(tokenizer, math, "")[0] == "<user>1+1?<assistant>"
+    assert "\\boxed{}" in render_prompt(tokenizer, math)[0]
+    assert "one block fenced by ```python" in render_prompt(tokenizer, code)[0]
 
 
 def test_problem_files(tmp_path):
     from generate import load_problems
-    rows = [{"question": "q", "answer": "so <<1+1=2>>\n#### 2", "idx": 0}, {"problem": "p", "solution": r"is $\boxed{x^{2}}$."},
-            {"question": "q", "final_answer": ["$\\frac{1}{2}$"], "id": 7}, {"problem": "p", "answer": 5, "unique_id": "u"}]
+    rows = [{"question": "q", "answer": "so <<1+1=2>>\n#### 2", "idx": 0},
+            {"problem": "p", "solution": r"is $\boxed{x}$, or $\boxed{x^{2}}$."},
+            {"question": "q", "final_answer": ["$\\frac{1}{2}$"], "id": 7}, {"problem": "p", "answer": 5, "unique_id": "u"},
+            {"question": "q", "answer": 27.0, "question_number": "3.1"}, {"problem": "p", "solution": r"is $\boxed 7$"},
+            {"question": "q", "context": "c", "answer": "$x=3$ or $x=5$", "question_number": "3.1"}]
     (tmp_path / "p.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
-    (tmp_path / "p.json").write_text(json.dumps(rows))
+    (tmp_path / "p.json").write_text(json.dumps(rows, indent=2))
     with gzip.open(tmp_path / "p.jsonl.gz", "wt") as file:
         file.write((tmp_path / "p.jsonl").read_text())
     problems = load_problems(tmp_path / "p.jsonl")
-    assert [(row["id"], row["answer"]) for row in problems] == [("0", "2"), ("1", "x^{2}"), ("7", r"\frac{1}{2}"), ("u", "5")]
+    assert [(row["id"], row["answer"]) for row in problems] == [
+        ("0", "2"), ("1", "x^{2}"), ("7", r"\frac{1}{2}"), ("u", "5"), ("4", "27"), ("5", "7"), ("6", "$x=3$ or $x=5$")]
+    assert problems[6]["problem"] == "c\n\nq"
     assert problems == load_problems(tmp_path / "p.jsonl.gz") == load_problems(tmp_path / "p.json")
-    data = HERE.parent / "shared" / "data"  # real benchmark files, where they are
-    for name, count in (("gsm8k", 1319), ("minerva_math", 272), ("olympiadbench", 675), ("college_math", 2818)):
-        if (data / f"{name}.jsonl").exists():
-            assert len(load_problems(data / f"{name}.jsonl")) == count
+    (tmp_path / "again.jsonl").write_text("\n".join(map(json.dumps, problems)))
+    assert load_problems(tmp_path / "again.jsonl") == problems, "what is read is written, and read again"
+    rows[1]["solution"], skipped = r"is $\boxed{x}$, or $\boxed{x^{2}$.", []
+    (tmp_path / "bad.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    assert len(load_problems(tmp_path / "bad.jsonl", skipped)) == 6 and [line for line, _ in skipped] == [2]
+
+
+@pytest.mark.parametrize("name, count", [("gsm8k", 1319), ("minerva_math", 272), ("olympiadbench", 675), ("college_math", 2818)])
+def test_real_data_files(name, count):
+    """They load as they come, and each gold answer is the right answer to its own problem."""
+    from generate import grade, load_problems
+    problems = load_problems(data_file(f"{name}.jsonl"))
+    assert len(problems) == len({problem["id"] for problem in problems}) == count
+    assert all(grade(problem, rf"\boxed{{ {problem['answer']} }}") for problem in problems)
 
 
 def test_requests_have_seeds_that_are_no_neighbours():
@@ -1122,6 +1579,14 @@ BAD_PROBLEMS = {
     "no answer": ('{"problem": "1+1=", "answer": "2"}\n{"problem": "1+2="}\n', "FILE:2: no answer"),
     "empty answer": ('{"problem": "1+1=", "answer": " "}\n', "FILE:1: no answer"),
     "no box": ('{"problem": "1+1=", "solution": "so it is 2"}\n', "FILE:1: no answer"),
+    "no answer after ####": ('{"question": "1+1=", "answer": "it is 2\\n#### "}\n', "FILE:1: no answer"),
+    "box cut off": ('{"problem": "1+1=", "solution": "\\\\boxed{1}, no \\\\boxed{2"}\n', "FILE:1: no answer"),
+    "no answer in an array": ('[{"problem": "1+1=", "answer": "2"},\n\n {"problem": "1"}]', "FILE:3: no answer"),
+    "broken array": ('[{"problem": "1+1=", "answer": "2"},\n {"problem"]', "FILE:2: not a JSON array"),
+    "no tests": ('{"question": "q", "input_output": "{\\"inputs\\": [], \\"outputs\\": []}"}\n', "FILE:1: no tests"),
+    "broken tests": ('{"question": "q", "input_output": "{"}\n', "FILE:1: no tests that can be read (JSONDecodeError"),
+    "a pickle with code": (json.dumps({"question_content": "q", "public_test_cases": "[]", "private_test_cases": base64.b64encode(
+        zlib.compress(pickle.dumps(os.getcwd))).decode()}) + "\n", "FILE:1: no tests that can be read (UnpicklingError"),
     "no problem": ('{"answer": "2"}\n', "FILE:1: no problem"),
     "duplicate ids": ('{"id": 3, "problem": "1+1=", "answer": "2"}\n' * 2, "FILE:2: id '3' stands on line 1 already"),
     "empty file": ("\n", "FILE: no problems"),
