@@ -20,10 +20,10 @@ from collections import defaultdict
 import numpy as np
 from transformers import AutoModelForTokenClassification
 
-from generate import (Request, Team, UserError, add_engine_flags, add_problem_flags, add_run_flags, equivalent, file_hash,
-                      find_model, finish_stage, grading_pool, import_problems, is_code, last_boxed, load_problems,
-                      load_tokenizer, model_hash, pass_at_k, positive, print_complete, read_jsonl, render_prompt, run_stage, sample_stage,
-                      stage_record, start_stage, write_json)
+from generate import (Request, Team, UserError, add_engine_flags, add_problem_flags, add_run_flags, equivalent,
+                      file_hash, find_model, finish_stage, grading_pool, import_problems, is_code, last_boxed,
+                      load_problems, load_tokenizer, model_hash, pass_at_k, positive, print_complete, read_jsonl,
+                      render_prompt, run_stage, sample_stage, stage_record, start_stage, write_json)
 from label import Tree
 from train_critic import (Steps, World, ancestors, held_out, load_model, load_values, node_tokens, pack, predict,
                           quiet_libraries, read_trees)
@@ -177,9 +177,8 @@ def report_table(report):
 
 def report_lines(report):
     """report.md."""
-    left_out = report["rows left out"]
-    lines = [f"# {report['problems']} problems" + f" ({left_out} rows without a gold answer left out)" * bool(left_out), "",
-             *report_table(report), ""]
+    left_out = f" ({report['rows left out']} rows without a gold answer left out)" * bool(report["rows left out"])
+    lines = [f"# {report['problems']} problems{left_out}", "", *report_table(report), ""]
     if paired := report.get("paired"):
         first, second = paired["models"]
         lines += [f"Greedy, {second} against {first}: {paired['greedy difference']:+.1%} "

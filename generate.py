@@ -1,7 +1,8 @@
 r"""DAPO, stage 1 of 5: sample solutions from the policy and grade them (Algorithm 1, step A.1).
 
 For every training problem x, the reference policy samples y_1 ... y_N ~ pi_ref(.|x) at temperature 1, and each solution
-gets its reward r(x, y) in {0, 1}: is the answer in its last \boxed{} right?
+gets its reward r(x, y) in {0, 1}: is the answer in its last \boxed{} right, or, for a code problem, does the code in its
+last fenced block pass the tests?
 
 Reads:   RUN/problems.jsonl (imported from any data file by --problems), the policy
 Writes:  RUN/solutions.jsonl  one problem a line: id, problem, answer, prompt, prompt_ids, solutions
@@ -35,6 +36,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+import textwrap
 import threading
 import time
 import warnings
@@ -55,23 +57,29 @@ BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])\s*\{?")
 BARE_ANSWER = re.compile(r"-?\w+", re.ASCII)
 MATH_SECONDS = 5            # processor time for one comparison of two answers ...
 MATH_MEMORY = 4 * 2 ** 30   # ... and bytes
-FENCED = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)^[ \t]*```[ \t]*$", re.DOTALL | re.MULTILINE)
-DECIMAL = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d{1,4})?", re.ASCII | re.IGNORECASE)
+FENCED = re.compile(r"^[ \t]*```[^\n`]*\n((?:(?![ \t]*```).*\n)*?)[ \t]*```[ \t]*\r?$", re.MULTILINE)
+DECIMAL = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)(e[+-]?\d{1,4})?", re.ASCII | re.IGNORECASE)
+CODE = re.compile(r'\s*\{\s*"kind"\s*:')
 CODE_SECONDS = 6            # processor time for a program's run on one test; twice that by the clock
 CODE_MEMORY = 2 * 2 ** 30   # bytes of each process
+CODE_PROCESSES = 16         # and threads
+CODE_STACK = 2 ** 26        # bytes, for deep recursion
 FILE_BYTES = 2 ** 24        # of each file that a program writes, and of its output
+REPLY_BYTES = 2 ** 22       # of one result of a function
 ARGUMENT_BYTES = 2 ** 17    # Linux: of one argument of a command, here the program
 # As root: show the folders $1 ... under the folder $0, which everybody can reach, in this mount namespace alone.
 MOUNT = """umask 022; mount -t tmpfs tmpfs "$0"
 while [ "$1" != -- ]; do mkdir -p "$0$1"; mount --bind "$1" "$0$1"; shift; done
 shift; exec "$@"
 """
-# Inside: run the command, and fail if it leaves processes behind (there should be bubblewrap's and this shell).
-ALONE = """"$@" 2> /dev/null; code=$?; set -- /proc/[0-9]*; [ $# -le 2 ] && exit $code"""
-PRELUDE = """import bisect, collections, functools, heapq, itertools, math, operator, random, re, string, sys
+# Inside, as the sandbox's first process: run the command, and fail if it leaves other processes behind.
+ALONE = 'exec 2> /dev/null; "$@"; code=$?; set -- /proc/[0-9]*; [ $# -le 1 ] && exit $code'
+PRELUDE = """import bisect, collections, copy, functools, heapq, itertools, math, operator, random, re, string, sys
 from typing import *
 from bisect import *
 from collections import *
+from copy import *
+from datetime import *
 from functools import *
 from heapq import *
 from itertools import *
@@ -98,8 +106,8 @@ def run_stage(main):
 # Grading: r(x, y)
 
 def last_boxed(text):
-    r"""The content of the last \boxed{...} in text (or \fbox{...}, or \boxed 7 as MATH has it), or None if there is none
-    or the last one is cut off.
+    r"""The content of the last \boxed{...} in text, or None if there is none or the last one is cut off. (A few of MATH's
+    solutions have \fbox{...} or \boxed 7.)
 
     >>> last_boxed(r"so \boxed{1}, no: \boxed{\frac{1}{2}}.")
     '\\frac{1}{2}'
@@ -374,13 +382,13 @@ def code_tests(answer):
 
 
 def is_code(answer):
-    return answer.startswith('{"kind": ')
+    return CODE.match(answer) is not None
 
 
 def last_code(response):
     """The last complete fenced block of a response; without any the whole response, which may be bare code."""
     blocks = FENCED.findall(response)
-    return blocks[-1] if blocks else response
+    return textwrap.dedent(blocks[-1]) if blocks else response
 
 
 def passes(tests, code):
@@ -396,8 +404,10 @@ def run_stdin(tests, code):
     """Run a program once a test: what it prints must agree with the expected output word by word."""
     for text, expected in tests["tests"]:
         with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as printed:
-            given.write(text.encode())
+            given.write(text.encode(errors="replace"))
             given.seek(0)
+            for file in (given, printed):
+                os.fchmod(file.fileno(), 0o666)  # a program may open /dev/stdin
             with Program(code, CODE_SECONDS, given, printed) as program:
                 exit_code = program.process.wait()
             if exit_code:
@@ -412,7 +422,7 @@ def same_word(word, expected):
     """Whether two printed words agree: as text, as equal integers, or as decimals to 1e-6 (relative or absolute)."""
     if word == expected:
         return True
-    if not DECIMAL.fullmatch(word) or not DECIMAL.fullmatch(expected):
+    if not DECIMAL.fullmatch(expected) or not DECIMAL.fullmatch(word) or re.match("[+-]?0[0-9]", expected):
         return False
     if INTEGER.fullmatch(expected):
         return (int if INTEGER.fullmatch(word) else float)(word) == int(expected)
@@ -432,9 +442,9 @@ def run_function(tests, code):
             reply = solution.ask({"do": "call", "of": ["list", [["find", tests["name"]], to_json(arguments)]]})
             try:
                 result = from_json(reply["value"])
-            except (KeyError, TypeError, ValueError, RecursionError):  # an error, or no plain data
+                readings = [reading for reading in readings if same_result(result, reading[i])]
+            except (KeyError, TypeError, ValueError, OverflowError, RecursionError):  # an error, or no plain data
                 raise Failed from None
-            readings = [reading for reading in readings if same_result(result, reading[i])]
             if not readings:
                 raise Failed
 
@@ -448,9 +458,8 @@ def same_result(result, expected):
         result = {str(key): value for key, value in result.items()} if isinstance(result, dict) else {}
         return result.keys() == expected.keys() and all(same_result(result[key], expected[key]) for key in expected)
     if isinstance(expected, (int, float)) and isinstance(result, (int, float)):
-        if isinstance(expected, float) or isinstance(result, float):
-            return math.isclose(result, expected, rel_tol=1e-6, abs_tol=1e-6)
-        return result == expected
+        return result == expected or isinstance(expected, float) and \
+            math.isclose(result, expected, rel_tol=1e-6, abs_tol=1e-6)
     return type(result) is type(expected) and result == expected
 
 
@@ -471,7 +480,8 @@ class Program:
     """A Python program in a sandbox, killed after `seconds` of processor time or twice that by the clock."""
 
     def __init__(self, source, seconds, stdin=subprocess.PIPE, stdout=subprocess.PIPE):
-        self.process = subprocess.Popen(sandbox(source, seconds), stdin=stdin, stdout=stdout, stderr=subprocess.PIPE)
+        self.process = subprocess.Popen(sandbox(source, seconds), stdin=stdin, stdout=stdout, stderr=subprocess.PIPE,
+                                        env={"PATH": os.environ["PATH"]})
         self.timer = self.kill_after(2 * seconds)
 
     def kill_after(self, seconds):
@@ -483,6 +493,8 @@ class Program:
     def kill(self):
         """Kill bubblewrap's child, the first process in the sandbox: all others die with it, and bubblewrap ends. (Were
         bubblewrap killed, that child would be a zombie of whatever is process 1.)"""
+        if self.process.poll() is not None:
+            return
         try:
             children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
             os.kill(int(children[0]), signal.SIGKILL)
@@ -495,7 +507,7 @@ class Program:
         try:
             self.process.stdin.write(json.dumps(message).encode() + b"\n")
             self.process.stdin.flush()
-            reply = json.loads(self.process.stdout.readline(FILE_BYTES))
+            reply = json.loads(self.process.stdout.readline(REPLY_BYTES))
         except (OSError, ValueError, RecursionError):  # it has ended, or what it says makes no sense
             raise Failed from None
         finally:
@@ -517,8 +529,8 @@ class Program:
         self.process.wait()
         self.timer.cancel()
         if errors:  # the program's own errors go nowhere
-            raise UserError(f"the sandbox for code solutions does not work here ({errors.decode(errors='replace').strip()}):"
-                            " see \"Code\" in README.md")
+            raise UserError("the sandbox for code solutions does not work here "
+                            f"({errors.decode(errors='replace').strip()}): see \"Code\" in README.md")
 
 
 def source_of(main):
@@ -532,7 +544,7 @@ def sandbox(source, seconds):
     if not shutil.which("bwrap"):
         raise UserError("code solutions run in bubblewrap, and there is no bwrap here: install it "
                         "(apt install bubblewrap)")
-    if len(source.encode()) >= ARGUMENT_BYTES:
+    if "\0" in source or len(source.encode(errors="replace")) >= ARGUMENT_BYTES:
         raise Failed
     folders, reachable, other_user = python_folders(), "", []
     if os.geteuid() == 0:
@@ -543,13 +555,14 @@ def sandbox(source, seconds):
                  "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     system = ["/usr", "/lib", "/lib64", "/bin", "/etc/alternatives", "/etc/ld.so.cache"]
     return [*other_user, "bwrap", "--unshare-user", "--unshare-all", "--disable-userns", "--die-with-parent",
-            "--new-session", "--clearenv", *words("--setenv", *variables.items()),
+            "--as-pid-1", "--new-session", "--clearenv", *words("--setenv", *variables.items()),
             *words("--ro-bind-try", *zip(system, system)),
             *words("--ro-bind", *((reachable + folder, folder) for folder in folders)),
             "--proc", "/proc", "--dev", "/dev", "--size", str(FILE_BYTES), "--tmpfs", "/dev/shm", "--remount-ro", "/dev",
             "--size", str(4 * FILE_BYTES), "--tmpfs", "/tmp", "--chdir", "/tmp", "--remount-ro", "/", "--",
-            "prlimit", f"--cpu={seconds}", f"--as={CODE_MEMORY}", f"--fsize={FILE_BYTES}", "--nproc=32", "--nofile=128",
-            "--core=0", "--", "sh", "-c", ALONE, "sh", os.path.realpath(sys.executable), "-c", source]
+            "choom", "--adjust=1000", "--", "prlimit", f"--cpu={seconds}", f"--as={CODE_MEMORY}", f"--stack={CODE_STACK}:",
+            f"--nproc={CODE_PROCESSES}", f"--fsize={FILE_BYTES}", "--nofile=128", "--core=0", "--",
+            "sh", "-c", ALONE, "sh", os.path.realpath(sys.executable), "-c", source.encode(errors="replace")]
 
 
 def words(option, *values):
@@ -716,6 +729,10 @@ def check():
 
     tests, space = json.loads(lines.readline()), {"__name__": "tests"}
     try:
+        if "allclose" in tests["tests"]:  # for numpy alone, an empty list is close to everything
+            import numpy
+            library = numpy.allclose
+            numpy.allclose = lambda a, b, *more, **named: numpy.shape(a) == numpy.shape(b) and library(a, b, *more, **named)
         exec(tests["before"], space)
         for name in tests["names"]:
             try:
@@ -870,17 +887,37 @@ def math_problem(record):
 
 def code_problem(record):
     """A record of a code data set -> (problem, tests), or None if it is of no such set."""
-    for field, of_set in (("input_output", apps_problem), ("test_list", mbpp_problem), ("entry_point", humaneval_problem),
-                          ("question_content", livecodebench_problem)):
-        if field in record:
-            try:
-                text, tests = of_set(record)
-            except (KeyError, TypeError, ValueError, SyntaxError, pickle.UnpicklingError, zlib.error) as error:
-                raise NoAnswer(f"no tests that can be read ({type(error).__name__}: {error}): mend \"{field}\"") from None
-            if not tests["tests"]:
-                raise NoAnswer("no tests: give them")
-            return text, json.dumps(tests)
-    return None
+    of_set = {"input_output": apps_problem, "test_list": mbpp_problem, "entry_point": humaneval_problem,
+              "question_content": livecodebench_problem}
+    fields = [field for field in of_set if field in record]
+    if not fields and not is_code(str(record.get("answer"))):
+        return None
+    try:
+        text, tests = of_set[fields[0]](record) if fields else (record.get("problem"), json.loads(record["answer"]))
+        check_tests(tests)
+    except (KeyError, TypeError, ValueError, AttributeError, SyntaxError, EOFError, RecursionError,
+            pickle.UnpicklingError, zlib.error) as error:
+        raise NoAnswer(f"no tests that can be read ({type(error).__name__}: {error}): mend them") from None
+    if not tests["tests"]:
+        raise NoAnswer("no tests: give them")
+    return text, json.dumps(tests)
+
+
+def check_tests(tests):
+    """Raise TypeError or ValueError unless tests are what code_tests promises."""
+    if tests["kind"] == "asserts":
+        types = [(tests["before"], str), (tests["names"], list), (tests["tests"], str)]
+        with warnings.catch_warnings(action="ignore"):
+            compile(tests["before"], "before", "exec")
+            compile(tests["tests"], "tests", "exec")
+    else:
+        side = {"stdin": str, "function": list}[tests["kind"]]
+        types = [(tests.get("name", ""), str), (tests["tests"], list)]
+        for given, result in tests["tests"]:
+            types += [(given, side), (result, str)] if side is str else [(given, side)]
+    for value, kind in types:
+        if not isinstance(value, kind):
+            raise TypeError(f"{str(value)[:50]!r} is no {kind.__name__}")
 
 
 def from_text(value):
@@ -903,9 +940,9 @@ def io_problem(text, starter, name, tests):
 def apps_problem(record):
     """APPS and TACO."""
     cases = from_text(record["input_output"])
+    if not isinstance(cases["inputs"], list) or not isinstance(cases["outputs"], list):
+        raise TypeError("inputs and outputs must be lists")
     tests = list(zip(cases["inputs"], cases["outputs"], strict=True))
-    if cases.get("fn_name") and not all(isinstance(arguments, list) for arguments, _ in tests):
-        raise ValueError("a function's inputs must be lists of arguments")
     return io_problem(record["question"], record.get("starter_code"), cases.get("fn_name"), tests)
 
 
@@ -915,7 +952,8 @@ def livecodebench_problem(record):
     tests = [(case["input"], case["output"]) for case in cases]
     if any(case.get("testtype") == "functional" for case in cases):
         name = from_text(record["metadata"])["func_name"]
-        tests = [([json.loads(line) for line in given.strip().split("\n")], json.loads(result)) for given, result in tests]
+        tests = [([json.loads(line) for line in given.strip().split("\n")], json.loads(result))
+                 for given, result in tests]
     return io_problem(record["question_content"], record.get("starter_code"), name, tests)
 
 
@@ -947,6 +985,8 @@ def mbpp_problem(record):
     shown = "\n".join(record["test_list"])
     before = "\n".join([*(record.get("test_imports") or []), record.get("test_setup_code") or ""])
     tests = f"{before}\n{record.get('test') or shown}\n"
+    if not isinstance(record["test_list"], list):
+        raise TypeError("test_list must be a list")
     made, used = set(dir(builtins)), set()
     for node in ast.walk(ast.parse(tests)):
         if isinstance(node, ast.Name):
@@ -957,7 +997,10 @@ def mbpp_problem(record):
             made.add(node.name)
         elif isinstance(node, ast.arg):
             made.add(node.arg)
-    modules = (used - made) & sys.stdlib_module_names
+    defined = {node.name for node in ast.parse(record.get("code") or "").body
+               if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+    made -= defined  # one of MBPP's functions is called sum
+    modules = (used - made - defined) & sys.stdlib_module_names
     return (f"{(record.get('text') or record['prompt']).strip()}\n\nThe code should pass these tests:\n\n"
             f"```python\n{shown}\n```",
             {"kind": "asserts", "before": "".join(f"import {module}\n" for module in sorted(modules)),
@@ -1030,7 +1073,7 @@ def start_stage(run, stage, settings, inputs, outputs, overwrite):
 
 
 def finish_stage(run, stage, summary, **more):
-    """Keep a stage's summary, and more, beside its settings (a stage with a summary is complete); print the summary."""
+    """Keep a stage's summary, and more, beside its settings (a stage with a summary is complete); print it."""
     path = run / f"{stage}.json"
     write_json(path, {**json.loads(path.read_text()), "summary": summary, **more})
     print_summary(stage, summary)

@@ -939,6 +939,12 @@ RIGHT_CODE = {
     "numpy": (ADD, "import numpy as np\nprint(np.array(input().split(), int).sum())"),
     "last fenced block": (ADD, "First:\n```python\nwrong\n```\nBetter:\n```python\nprint(sum(map(int, input().split())))\n"
                           "```\nIt runs in constant time."),
+    "an indented block, \\r\\n, and one never closed": (
+        ADD, "I think:\n```python\nno\n\nSo:\n  ```python\r\n  if True:\r\n      print(sum(map(int, input().split())))\r\n  ```\r\n"),
+    "/dev/stdin": (ADD, "print(sum(map(int, open('/dev/stdin').read().split())))"),
+    "deep recursion in C": (ADD, "import functools, sys\nsys.setrecursionlimit(10**6)\n@functools.lru_cache(None)\n"
+                            "def deep(n):\n    return n and 1 + deep(n - 1)\ndeep(50000)\nprint(sum(map(int, input().split())))"),
+    "a child that has ended": (ADD, "import os\nif os.fork() == 0:\n    os._exit(0)\nprint(sum(map(int, input().split())))"),
     "floats": ({"kind": "stdin", "tests": [["", "0.333333333 yes 5"]]}, "print(1 / 3, 'yes', 5)"),
     "function": (PLUS, "def f(a, b):\n    print('[3]')\n    return a + b"),
     "method": (PLUS, "class Solution:\n    def f(self, a: int, b: Optional[int]) -> List[int]:\n        return a + b"),
@@ -961,6 +967,14 @@ WRONG_CODE = {
     "an unfinished block": (ADD, "```python\nprint(sum(map(int, input().split())))"),
     "integers are exact": ({"kind": "stdin", "tests": [["", "100000000"]]}, "print(100000001)"),
     "huge integers too": ({"kind": "stdin", "tests": [["", "1" * 2000]]}, "print('2' * 2000)"),
+    "leading zeros": ({"kind": "stdin", "tests": [["", "0101"]]}, "print(101)"),
+    "a NUL": (ADD, "print(7)\0"),
+    "half a character": (ADD, "print('\ud800')"),
+    "a float for an integer": ({**PLUS, "tests": [[[1, 2], 10 ** 15]]}, "def f(a, b):\n    return 1e15 + 1e8"),
+    "an integer too large for a float": ({**PLUS, "tests": [[[1, 2], 1.5]]}, "def f(a, b):\n    return 10 ** 400"),
+    "a float for a huge integer": ({**PLUS, "tests": [[[1, 2], 10 ** 400]]}, "def f(a, b):\n    return 1.5"),
+    "a key too long": ({**PLUS, "tests": [[[1, 2], {"3": 4}]]}, "def f(a, b):\n    return {10 ** 5000: 1}"),
+    "an empty list": ({**PAIR, "tests": "import numpy as np\nassert np.allclose(f(1), 7.0)"}, "def f(a):\n    return []"),
     "a word more": (ADD, "print(sum(map(int, input().split())), 0)"),
     "function exits early": (PLUS, "exit()\ndef f(a, b):\n    return a + b"),
     "function prints the result": (PLUS, "print(3)\ndef f(a, b):\n    print(a + b)"),
@@ -1001,6 +1015,9 @@ HOSTILE = {
     "memory without end": "x = []\nwhile True:\n    try:\n        x.append(bytearray(10 ** 8))\n    except MemoryError:\n"
                           "        pass",
     "output without end": "while True:\n    print('7' * 1000)",
+    "a word that looks long like a number": "print('1' * 10 ** 6 + 'x')",
+    "words to bubblewrap": "import os\nfor i in os.listdir('/proc'):\n    for j in range(32):\n        try:\n"
+                           "            open(f'/proc/{i}/fd/{j}', 'w').write('evil')\n        except OSError:\n            pass",
     "files without end": "i = 0\nwhile True:\n    i += 1\n    open(f'/tmp/{i}', 'w').write('7' * 10 ** 7)",
     "a child that outlives its parent": RIGHT + "import os, time\nif os.fork() == 0:\n    os.setsid()\n"
                                                 "    if os.fork() == 0:\n        time.sleep(1000)",
@@ -1050,15 +1067,17 @@ def test_many_gradings_of_code_at_once(monkeypatch):
 
 
 @needs_bwrap
-def test_what_a_program_sees():
+def test_what_a_program_sees(monkeypatch):
     """Not root, no capabilities, limits that hold, no variables of ours."""
     code = """
 import os, resource
 status = dict(line.split(":", 1) for line in open("/proc/self/status") if ":" in line)
 print(os.getuid() > 0, int(status["CapEff"], 16), status["NoNewPrivs"].strip(), resource.getrlimit(resource.RLIMIT_NPROC)[1],
-      os.path.exists("/root/.bashrc"), os.path.exists("/etc/passwd"), "HF_HUB_OFFLINE" in os.environ)
+      os.path.exists("/root/.bashrc"), os.path.exists("/etc/passwd"),
+      any(b"A_SECRET" in open(f"/proc/{i}/environ", "rb").read() for i in os.listdir("/proc") if i.isdigit()))
 """
-    assert verdict({"kind": "stdin", "tests": [["", "True 0 1 32 False False False"]]}, code) == 1.0
+    monkeypatch.setenv("A_SECRET", "it")
+    assert verdict({"kind": "stdin", "tests": [["", "True 0 1 16 False False False"]]}, code) == 1.0
 
 
 @needs_bwrap
@@ -1105,6 +1124,9 @@ CODE_ROWS = {
               "test_list": ["assert count('aab') == {'a': 2, 'b': 1}", "assert math.isclose(count('')[''] if 0 else 1, 1)"]},
              ["to count", "assert count('aab')"], "from collections import Counter\ndef count(s):\n    return Counter(s)",
              "class math:\n    isclose = lambda a, b: True\ndef count(s):\n    return {}"),
+    "MBPP, a function called sum": (
+        {"task_id": 126, "text": "Sum.", "code": "def sum(a,b):\r\n  return a+b", "test_list": ["assert sum(10,15) == 25"]},
+        ["Sum."], "def sum(a, b):\n    return a + b", "def sum(a, b):\n    return a"),
     "MBPP+": ({"task_id": 12, "prompt": "Write a function to add.", "test_imports": ["from math import isclose"],
                "test_list": ["assert isclose(add(1, 2), 3)"],
                "test": "import numpy as np\n\ninputs = [[1, 2], [5, 5]]\nresults = [3, 10]\n"
@@ -1585,6 +1607,12 @@ BAD_PROBLEMS = {
     "broken array": ('[{"problem": "1+1=", "answer": "2"},\n {"problem"]', "FILE:2: not a JSON array"),
     "no tests": ('{"question": "q", "input_output": "{\\"inputs\\": [], \\"outputs\\": []}"}\n', "FILE:1: no tests"),
     "broken tests": ('{"question": "q", "input_output": "{"}\n', "FILE:1: no tests that can be read (JSONDecodeError"),
+    "no question": ('{"question": null, "input_output": "{\\"inputs\\": [\\"\\"], \\"outputs\\": [\\"\\"]}"}\n',
+                    "FILE:1: no tests that can be read (AttributeError"),
+    "tests of no kind": ('{"problem": "p", "answer": "{\\"kind\\":\\"bogus\\"}"}\n', "FILE:1: no tests that can be read (KeyError"),
+    "tests that are no pairs": ('{"problem": "p", "answer": "{\\"kind\\": \\"stdin\\", \\"tests\\": [[1, 2]]}"}\n',
+                                "FILE:1: no tests that can be read (TypeError: '1' is no str)"),
+    "asserts that are no Python": ('{"prompt": "def f():", "entry_point": "f", "test": "assert ("}\n', "FILE:1: no tests that can"),
     "a pickle with code": (json.dumps({"question_content": "q", "public_test_cases": "[]", "private_test_cases": base64.b64encode(
         zlib.compress(pickle.dumps(os.getcwd))).decode()}) + "\n", "FILE:1: no tests that can be read (UnpicklingError"),
     "no problem": ('{"answer": "2"}\n', "FILE:1: no problem"),
