@@ -55,6 +55,7 @@ CODE_SYSTEM = "Please solve the problem in Python. Give the whole code, in one b
 INTEGER = re.compile(r"[+-]?\d{1,1000}", re.ASCII)
 BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])\s*\{?")
 BARE_ANSWER = re.compile(r"-?\w+", re.ASCII)
+MATH_CHARACTERS = 2000      # longer answers are right only as equal text
 MATH_SECONDS = 5            # processor time for one comparison of two answers ...
 MATH_MEMORY = 4 * 2 ** 30   # ... and bytes
 FENCED = re.compile(r"^[ \t]*```[^\n`]*\n((?:(?![ \t]*```).*\n)*?)[ \t]*```[ \t]*\r?$", re.MULTILINE)
@@ -159,31 +160,35 @@ def repeating(match):
 
 
 def needed_space(match):
-    r"""Of the blanks in an answer, those that mean something: \sin x is not \sinx, 1 1/2 not 11/2."""
+    r"""Of the blanks in an answer, those that mean something: \sin x is not \sinx, 1 1/2 not 11/2, 1, 500 not 1500."""
     before, after = match[1] or "", match[2] or ""
-    return before + " " * (before[:1] == "\\" and after.isalpha() or before.isdigit() and after.isdigit())
+    return before + " " * (before[:1] == "\\" and after.isalpha() or (before == "," or before.isdigit()) and after.isdigit())
 
 
 # How people write answers, brought to one form.
 PLAIN = rules(
+    (r"^\s*(?:=|\\approx(?![A-Za-z]))", ""),
+    (r"\\(?:text|mathrm)\s*\{\s*([ei])\s*\}", r"\1"),
+    (r"\\varnothing", r"\\emptyset"), (r"\\mathbb\s*([A-Z])", r"\\mathbb{\1}"),
     (r"\\(?:left|right|displaystyle|limits)(?![A-Za-z])|(?<!\\)\$|\\\$|[£€]|\\!", ""),
     (r"\\[dtc]frac(?![A-Za-z])", r"\\frac"),
     (r"\\frac\s*(\d)\s+(\d)", r"\\frac{\1}{\2}"),
     (r"\\(?:text(?:bf|it|rm|sf|tt|normal)|math(?:rm|it|sf|tt)|mbox)(?![A-Za-z])\s*", r"\\text"),
     (r"\\langle(?![A-Za-z])", "("), (r"\\rangle(?![A-Za-z])", ")"),
-    (r"\s*\^\s*(?:\\circ(?![A-Za-z])|\{\s*\\circ\s*\})|\s*°", ""),
+    (r"\s*\^\s*(?:\\circ(?![A-Za-z])|\{\s*\\circ\s*\})|\s*°|\s*\\degree(?![A-Za-z])", ""),
     (r"\\?%|\\text\{\s*percent\s*\}|(?<=\d)\s*percent(?![a-z])", r"\\%"),
     (r",?\s*\\text\{\s*,?\s*(?:and|or)\s*\}|,?\s*(?<![A-Za-z\\])(?:and|or)(?![A-Za-z])", ","),
     (r"(?<=\d)(?:\\[,;:]|\{,\}|~)\s*(?=\d{3}(?!\d))", ""),  # 1\,000
     (r"(?<!\\)\\(?:[,;: ]|quad(?![A-Za-z]))|~", " "),
     (r"^\s*(-?\d{1,3})((?:\s\d{3})+)\s*$", lambda match: re.sub(r"\s", "", match[0])),
-    (r"^([^,(\[]*(?<!\d)\d{1,3})((?:,\d{3})+(?!\d))(?=[^,]*$)", lambda match: match[1] + match[2].replace(",", "")),
+    (r"^((?!.*\\\{)[^,(\[]*(?<!\d)\d{1,3})((?:,\d{3})+(?!\d))(?=[^,]*$)",
+     lambda match: match[1] + match[2].replace(",", "")),
     (r"(?<![A-Za-z\d.])(\d+\.?\d*|\.\d+)[eE]([+-]?\d+)(?![A-Za-z\d.])", r"\1\\times10^{\2}"),
     (r"(\d*)\.(\d*)\\overline\s*\{?(\d+)\}?", repeating),
     (r"^\s*([+-]?)\s*(\d+)\s+(\d+)\s*/\s*(\d+)\s*$", r"\1(\2+\\frac{\3}{\4})"),
     (r"\\log_(\d)\s+(?=\d)", r"\\log_{\1}"),
-    (r"([_^])\{(\w)\}(?!\d)", r"\1\2"),
-    (r"(\\[A-Za-z]+|\d)?\s+(?=(\w)?)", needed_space),
+    (r"([_^])\{(\w)\}(?!\s*\d)", r"\1\2"),
+    (r"(\\[A-Za-z]+|[\d,])?\s+(?=(\w)?)", needed_space),
     (r"(?<!\.)\.$", ""))
 
 SCALES = {"dozen": 12, "hundred": 10 ** 2, "thousand": 10 ** 3, "million": 10 ** 6, "billion": 10 ** 9,
@@ -203,7 +208,16 @@ def plain(answer):
     r"""An answer in one of the ways to write it: \frac for \dfrac, no \left, $, degree signs, thousands separators."""
     for pattern, replacement in PLAIN:
         answer = pattern.sub(replacement, answer)
+    if r"\pm" in answer and not re.search(r"\([^()]*,[^()]*\)", answer):
+        answer = ",".join(value for part in answer.split(",") for value in both_signs(part))
     return answer
+
+
+def both_signs(value):
+    r"""1 \pm x -> 1+x and 1-x."""
+    if value.count(r"\pm") != 1:
+        return [value]
+    return [value.replace(r"\pm", plus).replace(r"\mp", minus) for plus, minus in ("+-", "-+")]
 
 
 def without_text(answer):
@@ -211,10 +225,14 @@ def without_text(answer):
     return re.sub(r"\\text\{([^{}]*)\}", r"\1", answer)
 
 
-def option(answer):
-    """The letter of a multiple choice, however it is written, or None: B, (B), B., (B) 12."""
-    match = re.fullmatch(r"\(([A-Z])\).*|([A-Z])[.:)].*|([A-Z])", without_text(answer), re.DOTALL)
-    return match and match[match.lastindex]
+def same_option(gold, answer):
+    """Whether an answer chooses the gold letter of a multiple choice, B or (B) or (B) 12; None if gold is no letter, or
+    the answer no choice of one."""
+    letter = re.fullmatch(r"\(?([A-Z])\)?\.?", without_text(gold))
+    choice = re.fullmatch(r"\(([A-Z])\)(?!\().*|([A-Z])[.:)].*|([A-Z])", without_text(answer), re.DOTALL)
+    if not letter or not choice or len(re.findall(r"(?<![A-Za-z])[A-Z][.:)]", without_text(answer))) > 1:
+        return None
+    return letter[1] == choice[choice.lastindex]
 
 
 def split_unit(answer):
@@ -235,13 +253,15 @@ def equivalent(gold, answer):
     r"""Whether two LaTeX answers mean the same: equal text does, the rest is for math-verify to decide (same_value)."""
     if gold.strip() == answer.strip():
         return True
+    if max(len(gold), len(answer)) > MATH_CHARACTERS:
+        return False
     gold, answer = plain(gold), plain(answer)
-    if gold == answer:
+    if without_text(gold) == without_text(answer):
         return True
     if INTEGER.fullmatch(gold) and INTEGER.fullmatch(answer):
         return int(gold) == int(answer)
-    if option(gold) and option(answer):
-        return option(gold) == option(answer)
+    if (verdict := same_option(gold, answer)) is not None:
+        return verdict
     if re.fullmatch(r"[A-Za-z]{2}", gold + answer):
         return False  # two letters, or the same one in another case
     if any(re.fullmatch(r"[A-Za-z]{4,}|\\text\{[A-Za-z,\- ]{2,}\}", text) for text in (gold, answer)):
@@ -298,25 +318,39 @@ def same_value(gold, answer):
     from latex2sympy2_extended.latex2sympy2 import ConversionConfig
     from math_verify import verify
     from math_verify.grader import is_assignment_relation, is_equation, should_treat_as_complex, take_last_relation
-    from sympy import Expr, I, MatrixBase
+    from sympy import Expr, FiniteSet, I, Interval, MatrixBase, Tuple
 
     def parse(text):
         if re.search(r"\d\s\d|\d_", text):
             raise ValueError("numbers side by side, or to another base")
         text = normalize_latex(text, NormalizationConfig(malformed_operators=True, nits=True, boxed="none"))
-        value = latex2sympy(text, is_real=not should_treat_as_complex(text), normalization_config=None,
-                            conversion_config=ConversionConfig(lowercase_symbols=False))
-        imaginary = [symbol for symbol in value.free_symbols if symbol.name == "i"]
-        return value.subs(imaginary[0], I) if imaginary and isinstance(value, (Expr, MatrixBase)) else value
+        return latex2sympy(text, is_real=not should_treat_as_complex(text), normalization_config=None,
+                           conversion_config=ConversionConfig(lowercase_symbols=False))
 
-    if gold.startswith(r"\{") and answer[0] in "([" or answer.startswith(r"\{") and gold[0] in "([":
-        return False  # a set has no order, a pair and an interval have
+    def unnamed(value):
+        """x=1,y=2 as the pair (1,2), or None for anything else."""
+        equations = getattr(value, "_unsorted_args", value.args) if isinstance(value, FiniteSet) else []
+        names = {equation.lhs for equation in equations if is_assignment_relation(equation)}
+        return Tuple(*(equation.rhs for equation in equations)) if len(names) == len(equations) > 1 else None
+
+    braced = gold.startswith(r"\{") or answer.startswith(r"\{")
     gold, answer = parse(gold), parse(answer)
+    if braced and any(isinstance(value, (Tuple, Interval)) for value in (gold, answer)):
+        return False  # a set has no order, a pair and an interval have
+    if not (unnamed(gold) and unnamed(answer)):
+        gold, answer = unnamed(gold) or gold, unnamed(answer) or answer
+    if all(isinstance(value, (Expr, MatrixBase)) for value in (gold, answer)):
+        gold, answer = (value.subs({symbol: I for symbol in value.free_symbols if symbol.name == "i"})
+                        for value in (gold, answer))
+    # 2+3=5 and f(x)=5 say 5, x^2=5 does not
     if is_equation(answer) and not is_equation(gold) and not is_assignment_relation(answer):
-        last = take_last_relation(answer)  # 2+3=5 and f(x)=5 say 5, x^2=5 does not
+        last = take_last_relation(answer)
         if not (last.lhs.is_Function or close(last.lhs, last.rhs)):
             return False
-    return verify(gold, answer, timeout_seconds=None)
+    if is_equation(gold) and not is_equation(answer) and not is_assignment_relation(gold):
+        last = take_last_relation(gold)
+        gold = last.rhs if close(last.lhs, last.rhs) else gold
+    return verify(gold, answer, timeout_seconds=None, allow_set_relation_comp=True)
 
 
 def guard_math_verify():
@@ -334,8 +368,12 @@ def guard_math_verify():
             return tree
 
     def numeric_eq(a, b, *precision, library=grader.sympy_numeric_eq):
-        return library(a, b, *precision) and (isinstance(a, grader.MatrixBase) or close(a, b)
-                                              or close(grader.get_pct_val(a, a), grader.get_pct_val(b, b)))
+        if isinstance(a, grader.MatrixBase):
+            return library(a, b, *precision)
+        if library(a, b, *precision) and close(a, b):
+            return True
+        a, b = grader.get_pct_val(a, a), grader.get_pct_val(b, b)  # 62.5% is also 62.5, but 0.25% not 0.25
+        return bool(a.is_number and abs(a) >= 1) and library(a, b, *precision) and close(a, b)
 
     def solve(*equation, library=grader.solve):
         found = library(*equation)
@@ -353,10 +391,14 @@ def close(a, b):
     a, b = a.doit(), b.doit()
     point = {symbol: Rational(7 + 3 * i, 5 + i)
              for i, symbol in enumerate(sorted(a.free_symbols | b.free_symbols, key=str))}
-    x, y = (N(value.subs(point), 60) for value in (a, b))
+    x, y = a.subs(point), b.subs(point)
+    inexact = a.has(Float) or b.has(Float)
+    if x.is_Rational and y.is_Rational and not inexact:
+        return x == y
+    x, y = N(x, 60), N(y, 60)
     if not (x.is_number and y.is_number):
         return True
-    tolerance = 2e-6 if a.has(Float) or b.has(Float) else 1e-40
+    tolerance = 2e-6 if inexact else 1e-40
     return bool(abs(x - y) <= tolerance * max(abs(x), abs(y))) or simplify(a - b) == 0
 
 

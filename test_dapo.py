@@ -856,6 +856,40 @@ x^2+2x+1 == (x+1)^2 ; x^{2}+2x+1 != (x+2)^2
 2^{3}4 == 32 != 2^{34}
 3:4 == 3 : 4 != 4:3
 x_1 == x_{1} != x_2
+1, 500 != 1500
+1200 != 1, 200
+100, 200 == 200, 100 != 100200
+10, 100 == x=10, x=100
+\{2,100\} == \{100,2\} != 2100
+(A),(B) != (A) ; (A),(C)
+A == (A) 4 ; A) 4 != (A) and (B) ; A) or B)
+(N)(N+1)/2 != (N)(N-1)/2
+A: 4, B: 5 != A: 4, B: 6 ; A: 4
+J: 4 != J: 5
+\text{(A), (C)} == (A),(C) != A
+x=\frac{1}{2006!} != x=\frac{1}{2004!}
+x+\frac{1}{2006!} != x+\frac{1}{2004!}
+1-\frac{1}{2^{200}} != 1-\frac{1}{2^{201}}
+2 != 2\mathrm{i}
+2+3\mathrm{i} == 2+3i != 5 ; 2+3
+\mathrm{e}^2 == e^2
+x=1,y=2 == (1,2) ; x=1, y=2 != (2,1) ; 2,1
+\log_{2} 3 == \log_2 3 ; \log_{2}3 ; \frac{\ln 3}{\ln 2} != \log_3 2
+\frac{5 \pm \sqrt{17}}{2} == x=\frac{5\pm\sqrt{17}}{2} ; \frac{5+\sqrt{17}}{2}, \frac{5-\sqrt{17}}{2} != \frac{5+\sqrt{17}}{2}
+1, \frac{-1 \pm i\sqrt{3}}{2} == 1, \frac{-1 \pm i\sqrt3}{2}
+(45,2),(-10,-9) == \{(45,2),(-10,-9)\} ; (-10,-9),(45,2) != (2,45),(-10,-9)
+\{1\}\cup(2,3) == (2,3)\cup\{1\}
+62.5\% == 62.5 ; 0.625 != 6.25
+0.25\% == 0.0025 != 0.25
+12.5 == 12.5\%
+2+3i == x=2+3i
+x=2 \pm 3i == 2+3i, 2-3i
+\log _{36}\left(36^{216}\right)=216 == 216 != 36
+5.2 == \approx 5.2 ; =5.2
+60 == 60\degree
+\emptyset == \varnothing
+\mathbb{R} == \mathbb R
+[1,2] == 1\le x\le 2 != 1\le x< 2
 \emptyset == \{\} != \{0\}
 \mathbb{R} == (-\infty,\infty) != \mathbb{Z}
 \overline{AB} != AB
@@ -871,6 +905,15 @@ def test_which_answers_are_equivalent(line):
     for expected, answers in ((True, right), (False, wrong)):
         for answer in filter(None, answers.split(" ; ")):
             assert equivalent(gold, answer) == expected, f"{gold} and {answer}"
+
+
+def test_strange_answers_are_wrong_and_take_no_time():
+    from generate import equivalent
+    started = time.time()
+    for text in ("0.\\overline{" + "1" * 1900 + "}", "1" * 1000 + "." + "1" * 990 + "e5", "," * 2000, "\\text{a}" * 250, " 111" * 500,
+                 "\n" * 10 ** 6, "7" * 10 ** 6, "{" * 2000, "\\frac" * 300, "(" * 2000, "\ud800", "\0"):
+        assert not equivalent("5", text), text[:50]
+    assert time.time() - started < 60
 
 
 def test_a_hanging_comparison_is_wrong_and_harms_nothing(monkeypatch):
