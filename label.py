@@ -26,7 +26,7 @@ import functools
 import json
 import random
 
-from generate import (Request, Team, UserError, add_engine_flags, add_run_flags, decode, file_hash, find_model,
+from generate import (Request, Team, UserError, add_engine_flags, add_run_flags, bill, cache_block, decode, file_hash, find_model,
                       finish_stage, load_tokenizer, model_hash, positive, print_complete, read_jsonl, run_stage,
                       sample_stage, stage_record, start_stage, whole_file)
 
@@ -172,34 +172,44 @@ def mean_rest(tree):
 # ---------------------------------------------------------------------------------------------------------------------
 # The stage
 
-def expected_tokens(trees, n):
-    """About how many tokens n completions a state will take -> (here, if every state of every solution is
-    completed)."""
-    here = everywhere = 0
+def forecast(trees, n):
+    """About how many tokens n completions a state will take: {what: tokens}, here and if every state of every selected
+    solution were completed, each from a prompt of its own (the paper's way)."""
+    tokens = dict.fromkeys(("sampled", "prompt", "sampled, every state", "prompt, every state"), 0)
+    block = cache_block()
     for tree in trees:
-        rest = mean_rest(tree)
-        here += n * sum(rest[state] for state in tree.states)
-        everywhere += n * sum(tree.nodes[state]["visits"] * tokens for state, tokens in rest.items())
-    return here, everywhere
+        path, shared = {0: len(tree.nodes[0]["ids"])}, {0: 0}  # in tokens; shared: with states before this one
+        for state, rest in mean_rest(tree).items():
+            node = tree.nodes[state]
+            if state > 0:
+                path[state] = path[node["parent"]] + len(node["ids"])
+                shared[state] = path[node["parent"]] if len(path) > 2 else 0
+                # whole blocks are found in the cache, but the last token is always computed
+                first, others = (path[state] - min(known, path[state] - 1) // block * block
+                                 for known in (shared[state], path[state]))
+                tokens["sampled"] += n * rest
+                tokens["prompt"] += first + (n - 1) * others
+            tokens["sampled, every state"] += n * rest * node["visits"]
+            tokens["prompt, every state"] += path[state] * node["visits"]
+    return tokens
 
 
 def write_trees(trees, completions, target):
     """Join the trees and their completions into trees.jsonl -> counts for the summary."""
     lines = (line for _, line in read_jsonl(completions))
-    nodes = values = tokens = cut = 0
+    nodes = values = cut = 0
     with whole_file(target) as file:
         for tree in trees:
             for state in tree.states:
                 sampled = next(lines)["completions"]
                 tree.complete(state, sampled)
-                tokens += sum(len(completion["ids"]) for completion in sampled)
                 cut += sum(completion["finish"] == "length" for completion in sampled)
             nodes += len(tree.nodes)
             values += sum(tree.nodes[state]["value"] for state in [0, *tree.states])
             file.write(json.dumps(tree.record(), ensure_ascii=False) + "\n")
     labels = len(trees) + sum(len(tree.states) for tree in trees)
     return {"states labelled": labels, "nodes": nodes, "mean Monte-Carlo value": values / labels,
-            "tokens sampled": tokens, "completions cut off at the token limit": cut}
+            "completions cut off at the token limit": cut}
 
 
 def parse_args():
@@ -234,18 +244,21 @@ def main():
     trees = [Tree(row, tokenizer, args.select, args.seed) for _, row in read_jsonl(solutions)]
     limits = {name: generate["settings"][name] for name in ("max_tokens", "temperature", "top_p")}
     requests = [request for tree in trees for request in tree.requests({**settings, **limits})]
-    here, everywhere = expected_tokens(trees, args.completions)
+    expected = forecast(trees, args.completions)
     if team.rank == 0:
-        print(f"to sample: {len(requests):,} states x {args.completions} completions, about {here:,.0f} tokens",
-              flush=True)
-    sample_stage([(folder, requests)], completions, ["id", "state"], "completions", args, team,
+        print(f"to sample: {len(requests):,} states x {args.completions} completions, about {expected['sampled']:,.0f} "
+              f"tokens, and to compute about {expected['prompt']:,} prompt tokens", flush=True)
+    sample_stage("label", [(folder, requests)], completions, ["id", "state"], "completions", args, team,
                  keep=("ids", "reward", "finish"))
     if team.rank == 0:
         passes = sum(tree.nodes[state]["visits"] for tree in trees for state in [0, *tree.states])
+        counts, took = write_trees(trees, completions, output), bill(args.run, "label")
+        errors = [f"{took[what] / max(expected[name], 1) - 1:+.1%}"
+                  for what, name in (("tokens sampled", "sampled"), ("prompt tokens computed", "prompt"))]
         finish_stage(args.run, "label", {
             "problems": len(trees), "states on the selected solutions": passes, "states completed": len(requests),
-            "tokens saved (equal states, roots)": f"about {1 - here / everywhere:.0%}" if everywhere else "none",
-            **write_trees(trees, completions, output)}, trees=file_hash(output))
+            **counts, **took, "against the forecast": f"sampled {errors[0]}, prompt tokens computed {errors[1]}"},
+            trees=file_hash(output), forecast=expected)
 
 
 if __name__ == "__main__":

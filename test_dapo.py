@@ -489,6 +489,41 @@ def test_the_mask_shows_each_token_its_own_path_and_no_more():
         assert padding and not seen[padding][:, :padding[0]].any() and not seen[:padding[0], padding].any()
 
 
+def test_the_block_mask_for_gpus_is_the_same_mask():
+    """FlexAttention with the BlockMask gives what attention with the dense mask gives, and skips blocks."""
+    from torch.nn.attention.flex_attention import create_mask, flex_attention
+    from train_critic import block_mask, pack, query_blocks
+    for group in pack(random_forest(5, [40, 60, 9, 80]), 512):
+        for row in group:
+            enter, exit_ = torch.from_numpy(row.enter), torch.from_numpy(row.exit)
+            mask, n = block_mask(enter, exit_), len(row.tokens)
+            dense = torch.cat([torch.nn.functional.pad(block, (0, n - block.shape[1])) for block in query_blocks(enter, exit_)])
+            assert torch.equal(create_mask(mask.mask_mod, 1, 1, n, n, device="cpu")[0, 0], dense)
+            blocks = dense.view(n // 128, 128, n // 128, 128).any(3).any(1)
+            assert torch.equal(mask.to_dense()[0, 0].bool(), blocks)
+            query, key, value = torch.randn(3, 1, 2, n, 16)
+            close_to = torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=dense)
+            assert close(flex_attention(query, key, value, block_mask=mask), close_to)
+
+
+def test_the_ranks_get_even_shares():
+    """The most loaded rank has at most one row's tokens more than the even share, and every row is dealt once."""
+    from train_critic import deal, imbalance, pack
+    for seed in range(20):
+        rows = [row for group in pack(random_forest(seed, [30, 5, 60, 9, 14, 3, 80, 2]), 256) for row in group]
+        for ranks in (1, 2, 3, 8):
+            hands, sizes = deal(rows, ranks), [len(row.tokens) for row in rows]
+            assert sorted(id(row) for hand in hands for row, weight in hand if weight) == sorted(map(id, rows))
+            assert len({len(hand) for hand in hands}) == 1
+            assert imbalance(rows, ranks) * sum(sizes) / ranks <= max(sizes)
+
+
+def test_the_bill_counts_a_row_for_each_node():
+    from train_critic import tokens_of_nodes
+    forest = random_forest(3, [12, 30])
+    assert tokens_of_nodes(forest) == sum(len(full_path(steps, node)) for steps in forest for node in steps.wanted)
+
+
 def test_a_path_longer_than_a_row_is_an_error_before_training():
     from train_critic import Steps, pack
     steps = Steps("p7", 0, [-1, 0, 1], [[1] * 30, [2] * 30, [3] * 30], [1, 2])
@@ -1422,6 +1457,28 @@ def test_files_say_what_the_readme_says(toy):
         assert steps == list(range(1, len(steps) + 1))
     assert json.loads((toy / "label.json").read_text())["inputs"]["policy"] \
         == json.loads((toy / "generate.json").read_text())["inputs"]["policy"]
+
+
+def test_the_bill_and_the_forecast(toy):
+    """What the stages say they sampled is what stands in the files; the forecast is near it; the report has the costs."""
+    from generate import model_size, stage_record
+    summary = {stage: stage_record(toy, stage)["summary"] for stage in ("generate", "label", "train_critic", "train_actor")}
+    for stage, name, field in (("generate", "solutions.jsonl", "solutions"), ("label", "completions.jsonl", "completions")):
+        sampled = [(line, len(sample["ids"])) for line in read_lines(toy / name) for sample in line[field]]
+        assert summary[stage]["tokens sampled"] == sum(length for _, length in sampled)
+    prompts = sum(4 * len(row["prompt_ids"]) for row in read_lines(toy / "solutions.jsonl"))
+    took = summary["generate"]
+    assert took["prompt tokens computed"] + took["prompt tokens from the cache"] == prompts
+    errors = re.findall(r"([+-][\d.]+)%", summary["label"]["against the forecast"])
+    assert len(errors) == 2 and all(abs(float(error)) < 5 for error in errors)
+    assert model_size(toy / "policy") == 494848
+    costs = json.loads((toy / "report.json").read_text())["costs"]
+    assert [row["stage"] for row in costs] == ["generate", "label", "train_critic", "train_actor", "evaluate"]
+    for row in costs:
+        assert row["FLOPs"] == row["parameters"] * (2 * row["inferred"] + 6 * row["trained"]) > 0
+        assert row["paper's way"] >= row["FLOPs"]
+    assert costs[2]["trained"] == sum(line["tokens"] for line in read_lines(toy / "log.jsonl") if line["stage"] == "train_critic")
+    assert "the paper's way" in (toy / "report.md").read_text()
 
 
 def test_monte_carlo_values_are_unbiased(toy):

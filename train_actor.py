@@ -34,9 +34,9 @@ from transformers import AutoModelForCausalLM
 from generate import (UserError, add_run_flags, file_hash, find_model, finish_stage, model_hash, positive,
                       print_complete, run_stage, stage_record, start_stage)
 from train_critic import (Checkpoint, Log, Steps, World, add_training_flags, check_not_overwritten, check_trees, deal,
-                          forward_row, learning_rate, load_model, load_values, make_batches, make_optimizer,
+                          forward_row, imbalance, learning_rate, load_model, load_values, make_batches, make_optimizer,
                           optimizer_step, pack, quiet_libraries, read_trees, remove_checkpoints, save_model,
-                          save_values, saved_dtype, training_settings)
+                          save_values, saved_dtype, training_bill, training_settings)
 
 CHUNK = 1024        # tokens whose logits exist at one time
 DRIFT_STATES = 128  # filtered-out states on which the drift is measured ...
@@ -265,7 +265,8 @@ def train(args, world, folder, values, made_from):
         stop = step + 1 == len(batches) or converged(history, args.stop_window)
         if drift_groups and ((step + 1) % DRIFT_EVERY == 0 or stop):
             line["drift"] = mean_drift(policy, drift_groups, ref, world)
-        log.write(step + 1, **line, grad_norm=norm, lr=lr, pairs=count, tokens_per_s=tokens / (time.time() - started))
+        log.write(step + 1, **line, grad_norm=norm, lr=lr, pairs=count, tokens=tokens,
+                  imbalance=imbalance(rows, world.size), tokens_per_s=tokens / (time.time() - started))
         if stop:
             break
         if (step + 1) % args.save_every == 0:
@@ -273,7 +274,8 @@ def train(args, world, folder, values, made_from):
     log.bar.close()
     dtype = getattr(torch, args.save_dtype) if args.save_dtype else saved_dtype(folder)
     save_model(policy.lm, AutoModelForCausalLM, args.run / "actor", dtype, folder, world)
-    return {**counts, "steps": step + 1, **line}
+    return {**counts, "steps": step + 1, **line,
+            **training_bill(args.run, "train_actor", "pairs", steps, groups + drift_groups)}
 
 
 def parse_args():

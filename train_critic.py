@@ -42,11 +42,11 @@ from safetensors.torch import save_file
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from transformers import AttentionInterface, AutoConfig, AutoModelForTokenClassification
 
-from generate import (UserError, add_run_flags, file_hash, find_model, finish_stage, load_tokenizer, model_hash,
-                      positive, print_complete, progress_bar, read_jsonl, render_prompt, run_stage, stage_record,
+from generate import (UserError, add_run_flags, cut_log, file_hash, find_model, finish_stage, load_tokenizer,
+                      model_hash, positive, print_complete, progress_bar, read_jsonl, render_prompt, run_stage, stage_record,
                       start_stage)
 
 PAD_TO = 128  # rows are padded to a multiple of this many tokens: the block size of the attention
@@ -178,16 +178,34 @@ def tree_mask(row, device):
     its mask on them: [(keys (K,), mask (128, K)), ...]."""
     enter, exit_ = (torch.from_numpy(times).to(device) for times in (row.enter, row.exit))
     if device.type == "cuda":
-        def sees(batch, head, q, k):
-            return (k <= q) & (enter[k] <= enter[q]) & (enter[q] < exit_[k])
-        return create_block_mask(sees, None, None, len(enter), len(enter), device=device)
+        return block_mask(enter, exit_)
     blocks = []
-    for start in range(0, len(enter), PAD_TO):
-        q, stop = torch.arange(start, start + PAD_TO)[:, None], start + PAD_TO
-        mask = (torch.arange(stop) <= q) & (enter[:stop] <= enter[q]) & (enter[q] < exit_[:stop])  # (128, stop)
+    for mask in query_blocks(enter, exit_):
         keys = mask.any(0).nonzero()[:, 0]
         blocks.append((keys, mask[:, keys]))
     return blocks
+
+
+def query_blocks(enter, exit_):
+    """For each block of queries, which of the keys up to its end they see: (128, 128), (128, 256), ..., (128, T). One
+    after the other, since all together are T x T."""
+    for start in range(0, len(enter), PAD_TO):
+        q, stop = torch.arange(start, start + PAD_TO, device=enter.device)[:, None], start + PAD_TO
+        yield (torch.arange(stop, device=enter.device) <= q) & (enter[:stop] <= enter[q]) & (enter[q] < exit_[:stop])
+
+
+def block_mask(enter, exit_):
+    """FlexAttention's form of the mask: which blocks of keys a block of queries sees at all, and the rule in them."""
+    def sees(batch, head, q, k):
+        return (k <= q) & (enter[k] <= enter[q]) & (enter[q] < exit_[k])
+
+    blocks = len(enter) // PAD_TO
+    seen = torch.zeros(blocks, blocks, dtype=torch.int32, device=enter.device)
+    for i, mask in enumerate(query_blocks(enter, exit_)):
+        seen[i, :i + 1] = mask.view(PAD_TO, i + 1, PAD_TO).any(2).any(0)
+    order = seen.argsort(dim=1, descending=True, stable=True).int()
+    return BlockMask.from_kv_blocks(seen.sum(1, dtype=torch.int32)[None, None], order[None, None], BLOCK_SIZE=PAD_TO,
+                                    mask_mod=sees, seq_lengths=(len(enter), len(enter)))
 
 
 _flex_attention = torch.compile(flex_attention, dynamic=True, fullgraph=True)
@@ -375,13 +393,8 @@ class Log:
     def __init__(self, run, stage, steps, done, world):
         self.path, self.stage, self.steps, self.world = run / "log.jsonl", stage, steps, world
         self.bar = progress_bar(steps, stage, "steps", initial=done)
-        if world.rank == 0 and self.path.exists():
-            whole = [json.loads(line) for line in self.path.read_text().splitlines(keepends=True)
-                     if line.endswith("\n")]
-            kept = [line for line in whole if line["stage"] != stage or line["step"] <= done]
-            part = Path(f"{self.path}.tmp")
-            part.write_text("".join(json.dumps(line) + "\n" for line in kept))
-            part.replace(self.path)
+        if world.rank == 0:
+            cut_log(run, stage, done)
         dist.barrier()
 
     def lines(self):
@@ -436,6 +449,40 @@ def deal(rows, ranks):
     shortest = min(rows, key=lambda row: len(row.tokens))
     longest_hand = max(len(hand) for hand in hands)
     return [hand + [(shortest, 0.0)] * (longest_hand - len(hand)) for hand in hands]
+
+
+def imbalance(rows, ranks):
+    """How much more than the even share the rank with the most tokens gets in one optimiser step: 0.1 is 10%. It is
+    at most one row's tokens more."""
+    loads = [sum(len(row.tokens) for row, weight in hand if weight) for hand in deal(rows, ranks)]
+    return max(loads) * ranks / sum(loads) - 1
+
+
+def tokens_of_nodes(all_steps):
+    """How many tokens one row for each wanted node would hold: the lengths of their paths from the root, summed."""
+    total = 0
+    for steps in all_steps:
+        depth = {-1: 0}
+        for node, parent in enumerate(steps.parents):
+            depth[node] = depth[parent] + len(steps.tokens[node])
+        total += sum(depth[node] for node in steps.wanted)
+    return total
+
+
+def training_bill(run, stage, unit, all_steps, scored):
+    """What a training took, for its summary: tokens in rows, padding included, beside those that one row for each
+    state (or pair) would have held; the latter for as many passes as were made.
+
+    unit: what log.jsonl counts, "states" or "pairs". all_steps: what was trained on. scored: groups of rows that were
+    scored once.
+    """
+    lines = [line for _, line in read_jsonl(run / "log.jsonl") if line["stage"] == stage]
+    all_steps = list(all_steps)
+    passes = sum(line[unit] for line in lines) / sum(len(steps.wanted) for steps in all_steps)
+    return {"tokens trained on": sum(line["tokens"] for line in lines),
+            f"tokens trained on, with a row for each of the {unit}": round(passes * tokens_of_nodes(all_steps)),
+            "tokens scored": sum(len(row.tokens) for group in scored for row in group),
+            "imbalance between ranks": max(line["imbalance"] for line in lines)}
 
 
 def learning_rate(step, steps, peak):
@@ -642,8 +689,8 @@ def train(args, world, tree_steps, labels, n_nodes):
             values = predict(model, test_groups, n_nodes, world)
             scored = ~values.isnan()
             numbers["held_out_bce"] = F.binary_cross_entropy(values[scored], labels[scored]).item()
-        log.write(step + 1, **numbers, grad_norm=norm, lr=lr, states=count,
-                  tokens_per_s=tokens / (time.time() - started))
+        log.write(step + 1, **numbers, grad_norm=norm, lr=lr, states=count, tokens=tokens,
+                  imbalance=imbalance(rows, world.size), tokens_per_s=tokens / (time.time() - started))
         if (step + 1) % args.save_every == 0 and step + 1 < len(batches):
             checkpoint.save(step + 1)
     log.bar.close()
@@ -764,8 +811,11 @@ def main():
         save_values(values_path, values, trees=trees_hash, critic=model_hash(critic), policy=policy)
         numbers = judge_held_out(trees_path, values, args.holdout)
         table = numbers.pop("calibration", [])
-        finish_stage(args.run, "train_critic", {"nodes scored": len(values), "mean V": values.mean().item(),
-                                                "held-out states": 0, **numbers},
+        training = (steps for steps, held in tree_steps() if not held)
+        finish_stage(args.run, "train_critic", {
+            "nodes scored": len(values), "mean V": values.mean().item(), "held-out states": 0, **numbers,
+            **training_bill(args.run, "train_critic", "states", training, groups),
+            "tokens scored, with a row for each node": tokens_of_nodes(steps for steps, _ in tree_steps(True))},
                      calibration=table, critic=model_hash(critic))
         remove_checkpoints(critic)
         print("  calibration: " + "  ".join(f"{row['V']:.2f}->{row['Monte-Carlo']:.2f} ({row['states']})"
