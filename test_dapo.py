@@ -1,6 +1,7 @@
 r"""The toy, the demo and the tests of this DAPO implementation.
 
     python test_dapo.py              the demo: makes the toy, runs the five stages, ends with the before/after table
+    python test_dapo.py stress       kills every stage at random moments and compares what comes out (half an hour)
     pytest test_dapo.py              the tests
 
 The toy: sums modulo 10, one step a line. The policy has a known flaw: a step that adds or subtracts 7 or 8 it sometimes
@@ -1840,13 +1841,87 @@ def demo(run, seed):
     print(f"{run / 'report.md'}, {run / 'report.png'}: the report and the picture ({time.time() - started:.0f} s in all)")
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# The stress run
+
+# what a stage writes, and what it may find half-written: a file or folder that was not renamed yet
+STRESSED = {"generate": (["solutions.jsonl"], ["solutions.jsonl.tmp", "problems.jsonl.tmp", "generate.json.tmp"]),
+            "label": (["completions.jsonl", "trees.jsonl"], ["completions.jsonl.tmp", "trees.jsonl.tmp"]),
+            "train_critic": (["critic", "values.safetensors"], ["critic.tmp", "critic.ckpt.tmp", "values.safetensors.tmp"]),
+            "train_actor": (["actor", "ref_logps.safetensors"], ["actor.tmp", "actor.ckpt.tmp"]),
+            "evaluate": (["answers.jsonl", "report.json"], ["answers.jsonl.tmp", "report.json.tmp"])}
+
+
+def fingerprint(run, names):
+    """Hashes of a stage's outputs. Of folders the weights; of a report the numbers, not the paths and the costs."""
+    def content(path):
+        if path.is_dir():
+            return model_hash.__wrapped__(path)
+        if path.name != "report.json":
+            return file_hash(path)
+        models = json.loads(path.read_text())["models"]
+        return {name: {key: value for key, value in model.items() if key != "path"} for name, model in models.items()}
+    return {name: content(run / name) for name in names}
+
+
+def leave_wreckage(run, stage, rng):
+    """What a kill between write and rename, or in the middle of a line, leaves behind."""
+    for name in STRESSED[stage][1]:
+        wreck = run / name
+        if "." in name.removesuffix(".tmp") and "ckpt" not in name:
+            wreck.write_text('{"half a li')
+        else:
+            wreck.mkdir(exist_ok=True)
+            (wreck / "model.safetensors").write_bytes(b"half a tensor")
+    for path in [*run.glob("*.part-*"), run / "log.jsonl"]:
+        if path.exists() and rng.random() < 0.7:
+            with open(path, "a") as file:
+                file.write('{"id": "toy-0", "solu' if "part" in path.name else '{"stage": "')
+
+
+def stress(run, seed, kills=5):
+    """Kill every stage `kills` times at random moments (SIGKILL to all its processes), leave half-written files about, and
+    run it again, each time with one or two ranks: the outputs must be those of an undisturbed run."""
+    rng, commands = random.Random(seed), {}
+    make_toy(run, seed, n_problems=SMALL, n_test=SMALL)
+    for command in toy_commands("{run}", seed, epochs=10):
+        stage = command.split(".py")[0]
+        commands[stage] = command + " --save-every 2" * stage.startswith("train")
+    for stage, command in commands.items():
+        inputs = [path.name for path in run.iterdir()]
+        started = time.time()
+        run_script(command.format(run=run))
+        seconds, killed, again = time.time() - started, 0, run.parent / f"{run.name}-{stage}"
+        shutil.rmtree(again, ignore_errors=True)
+        while killed < kills or again.exists():
+            if not again.exists():
+                copy_of(run, again, *inputs)
+                for path in again.glob("*.json"):  # the policy's and the critic's place
+                    path.write_text(path.read_text().replace(f'"{run.resolve()}/', f'"{again.resolve()}/'))
+            # trainers end with the same bits only on the same number of ranks
+            ranks = 1 if stage.startswith("train") else rng.choice([1, 2])
+            end = time.time() + (rng.uniform(0.2, 0.95) * seconds if killed < kills else 3600)
+            try:
+                run_script(command.format(run=again), ranks, kill_when=lambda: time.time() > end)
+                killed += 1
+                leave_wreckage(again, stage, rng)
+            except AssertionError:  # it ended before it could be killed
+                outputs = STRESSED[stage][0]
+                assert fingerprint(again, outputs) == fingerprint(run, outputs), f"{stage}: not as undisturbed: {again}"
+                shutil.rmtree(again)
+        print(f"{stage}: killed {killed} times, and the same outputs in the end", flush=True)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--run", type=Path, default=HERE / "runs" / "toy", help="the run folder (default: runs/toy)")
+    parser.add_argument("command", nargs="?", default="demo", choices=["demo", "stress"],
+                        help="stress: kill every stage at random moments and compare (default: %(default)s)")
+    parser.add_argument("--run", type=Path, help="the run folder (default: runs/toy, runs/stress)")
     parser.add_argument("--seed", type=int, default=0,
                         help="of the toy, its policy and all stages (default: %(default)s)")
     args = parser.parse_args()
-    demo(args.run, args.seed)
+    run = args.run or HERE / "runs" / {"demo": "toy"}.get(args.command, args.command)
+    {"demo": demo, "stress": stress}[args.command](run, args.seed)
 
 
 if __name__ == "__main__":
