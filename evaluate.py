@@ -22,9 +22,10 @@ import numpy as np
 from transformers import AutoModelForTokenClassification
 
 from generate import (Request, Team, UserError, add_engine_flags, add_problem_flags, add_run_flags, bill, equivalent,
-                      file_hash, find_model, finish_stage, grading_pool, import_problems, is_code, last_boxed,
-                      load_problems, load_tokenizer, model_hash, model_size, pass_at_k, positive, print_complete,
-                      read_jsonl, render_prompt, run_stage, sample_stage, stage_record, start_stage, write_json)
+                      file_hash, find_model, finish_stage, grading_pool, import_problems, is_code, keep_in_record,
+                      last_boxed, load_problems, load_tokenizer, model_hash, model_size, pass_at_k, positive,
+                      print_complete, read_jsonl, render_prompt, run_stage, sample_stage, stage_record, start_stage,
+                      write_json)
 from label import Tree
 from train_critic import (Steps, World, ancestors, held_out, load_model, load_values, node_tokens, pack, predict,
                           quiet_libraries, read_trees)
@@ -201,7 +202,7 @@ def report_lines(report):
 
 def stage_costs(run):
     """What the run's stages have cost: [{"stage", "parameters", "inferred", "trained", "FLOPs", "paper's way"}, ...],
-    as the paper counts: FLOPs = N_model (2 N_infer + 6 N_train), in tokens (Appendix E), without recomputed activations.
+    as the paper counts: FLOPs = N_model (2 N_infer + 6 N_train), in tokens (Appendix E; recomputing is left out).
 
     The paper's way is what the same data would have cost if every state of every selected solution were completed and
     every state and (state, action) had a row of its own. Stages that have not run, or not here, are left out.
@@ -245,8 +246,8 @@ def cost_lines(costs):
         size, flops, theirs = f"{row['parameters']:,}" if "parameters" in row else "", row["FLOPs"], row["paper's way"]
         lines.append(f"| {row['stage']} | {size} | {row['inferred']:,} | {row['trained']:,} | {flops:.2e} | "
                      f"{theirs:.2e} ({theirs / max(flops, 1):.1f}x) |")
-    return ["", "FLOPs = parameters x (2 x tokens inferred + 6 x tokens trained on). The paper's way: every state of every "
-            "selected solution completed, a row for each state and each pair.", "", *lines]
+    return ["", "FLOPs = parameters x (2 x tokens inferred + 6 x tokens trained on). The paper's way: every state of "
+            "every selected solution completed, a row for each state and each pair.", "", *lines]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -418,7 +419,7 @@ def main():
     test, answers_path = args.run / "test.jsonl", args.run / "answers.jsonl"
     critic, summary = args.critic and find_model(args.critic), None
     if team.rank == 0:
-        _, skipped = import_problems(args.test, test, args.overwrite, args.skip_bad)
+        left_out = import_problems(args.test, test, args.overwrite, args.skip_bad)
         settings = {name: getattr(args, name)
                     for name in ("n", "k", "system", "temperature", "top_p", "max_tokens", "seed")}
         settings["models"] = list(models)
@@ -426,6 +427,7 @@ def main():
                   "critic": critic and model_hash(critic)}
         outputs = [args.run / name for name in ("answers.jsonl", "report.json", "report.md", "report.png")]
         summary = start_stage(args.run, "evaluate", settings, inputs, outputs, args.overwrite)
+        keep_in_record(args.run, "evaluate", left_out=left_out)
     if summary := team.share("summary", summary):
         return team.rank > 0 or print_complete("evaluate", summary)
 
@@ -441,7 +443,8 @@ def main():
         return
     greedy, sampled = ({name: [answers[name, kind][problem["id"]] for problem in problems if answers[name, kind]]
                         for name in models} for kind in ("greedy", "sampled"))
-    report = {"problems": len(problems), "rows left out": skipped, "models": {}}
+    left_out = stage_record(args.run, "evaluate").get("left_out", 0)
+    report = {"problems": len(problems), "rows left out": left_out, "models": {}}
     vote = not any(is_code(problem["answer"]) for problem in problems)
     for name, folder in models.items():
         ends = [values[name][problem["id"]] for problem in problems] if critic else None

@@ -1,8 +1,8 @@
 r"""DAPO, stage 1 of 5: sample solutions from the policy and grade them (Algorithm 1, step A.1).
 
-For every training problem x, the reference policy samples y_1 ... y_N ~ pi_ref(.|x) at temperature 1, and each solution
-gets its reward r(x, y) in {0, 1}: is the answer in its last \boxed{} right, or, for a code problem, does the code in its
-last fenced block pass the tests?
+For every training problem x, the reference policy samples y_1 ... y_N ~ pi_ref(.|x) at temperature 1, and each
+solution gets its reward r(x, y) in {0, 1}: is the answer in its last \boxed{} right, or, for a code problem, does the
+code in its last fenced block pass the tests?
 
 Reads:   RUN/problems.jsonl (imported from any data file by --problems), the policy
 Writes:  RUN/solutions.jsonl  one problem a line: id, problem, answer, prompt, prompt_ids, solutions
@@ -52,41 +52,6 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # read when torch is impo
 
 MATH_SYSTEM = "Please reason step by step, one step a line, and put your final answer within \\boxed{}."
 CODE_SYSTEM = "Please solve the problem in Python. Give the whole code, in one block fenced by ```python and ```."
-INTEGER = re.compile(r"[+-]?\d{1,1000}", re.ASCII)
-BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])\s*\{?")
-BARE_ANSWER = re.compile(r"-?\w+", re.ASCII)
-MATH_CHARACTERS = 2000      # longer answers are right only as equal text
-MATH_SECONDS = 5            # processor time for one comparison of two answers ...
-MATH_MEMORY = 4 * 2 ** 30   # ... and bytes
-FENCED = re.compile(r"^[ \t]*```[^\n`]*\n((?:(?![ \t]*```).*\n)*?)[ \t]*```[ \t]*\r?$", re.MULTILINE)
-DECIMAL = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)(e[+-]?\d{1,4})?", re.ASCII | re.IGNORECASE)
-CODE = re.compile(r'\s*\{\s*"kind"\s*:')
-CODE_SECONDS = 6            # processor time for a program's run on one test; twice that by the clock
-CODE_MEMORY = 2 * 2 ** 30   # bytes of each process
-CODE_PROCESSES = 16         # and threads
-CODE_STACK = 2 ** 26        # bytes, for deep recursion
-FILE_BYTES = 2 ** 24        # of each file that a program writes, and of its output
-REPLY_BYTES = 2 ** 22       # of one result of a function
-ARGUMENT_BYTES = 2 ** 17    # Linux: of one argument of a command, here the program
-# As root: show the folders $1 ... under the folder $0, which everybody can reach, in this mount namespace alone.
-MOUNT = """umask 022; mount -t tmpfs tmpfs "$0"
-while [ "$1" != -- ]; do mkdir -p "$0$1"; mount --bind "$1" "$0$1"; shift; done
-shift; exec "$@"
-"""
-# Inside, as the sandbox's first process: run the command, and fail if it leaves other processes behind.
-ALONE = 'exec 2> /dev/null; "$@"; code=$?; set -- /proc/[0-9]*; [ $# -le 1 ] && exit $code'
-PRELUDE = """import bisect, collections, copy, functools, heapq, itertools, math, operator, random, re, string, sys
-from typing import *
-from bisect import *
-from collections import *
-from copy import *
-from datetime import *
-from functools import *
-from heapq import *
-from itertools import *
-from math import *
-from builtins import pow
-"""  # what solutions of such problems take for granted
 
 
 class UserError(Exception):
@@ -106,9 +71,13 @@ def run_stage(main):
 # ---------------------------------------------------------------------------------------------------------------------
 # Grading: r(x, y)
 
+BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])\s*\{?")
+BARE_ANSWER = re.compile(r"-?\w+", re.ASCII)
+
+
 def last_boxed(text):
-    r"""The content of the last \boxed{...} in text, or None if there is none or the last one is cut off. (A few of MATH's
-    solutions have \fbox{...} or \boxed 7.)
+    r"""The content of the last \boxed{...} in text, or None if there is none or the last one is cut off. (A few of
+    MATH's solutions have \fbox{...} or \boxed 7.)
 
     >>> last_boxed(r"so \boxed{1}, no: \boxed{\frac{1}{2}}.")
     '\\frac{1}{2}'
@@ -136,6 +105,7 @@ def grade(problem, response):
     r"""r(x, y): 1.0 if the response solves the problem, else 0.0.
 
     Math: the last \boxed{} must hold the problem's answer. Code: the last fenced block must pass the problem's tests.
+    Raises UserError where code cannot be run, and RuntimeError where math-verify cannot.
     """
     if tests := code_tests(problem["answer"]):
         return float(passes(tests, last_code(response)))
@@ -148,7 +118,14 @@ def grade(problem, response):
 # ---------------------------------------------------------------------------------------------------------------------
 # Grading math: what surrounds math-verify
 
+MATH_CHARACTERS = 2000     # longer answers are right only as equal text
+MATH_SECONDS = 5           # of processor time for one comparison of two answers ...
+MATH_MEMORY = 4 * 2 ** 30  # ... and bytes
+INTEGER = re.compile(r"[+-]?\d{1,1000}", re.ASCII)
+
+
 def rules(*pairs):
+    """(pattern, what takes its place), ... compiled."""
     return [(re.compile(pattern), replacement) for pattern, replacement in pairs]
 
 
@@ -162,46 +139,55 @@ def repeating(match):
 def needed_space(match):
     r"""Of the blanks in an answer, those that mean something: \sin x is not \sinx, 1 1/2 not 11/2, 1, 500 not 1500."""
     before, after = match[1] or "", match[2] or ""
-    return before + " " * (before[:1] == "\\" and after.isalpha() or (before == "," or before.isdigit()) and after.isdigit())
+    in_number = (before == "," or before.isdigit()) and after.isdigit()
+    return before + " " * (in_number or before[:1] == "\\" and after.isalpha())
 
 
-# How people write answers, brought to one form.
+# How people write answers, brought to one form, in this order.
 PLAIN = rules(
-    (r"^\s*(?:=|\\approx(?![A-Za-z]))", ""),
-    (r"\\(?:text|mathrm)\s*\{\s*([ei])\s*\}", r"\1"),
-    (r"\\varnothing", r"\\emptyset"), (r"\\mathbb\s*([A-Z])", r"\\mathbb{\1}"),
-    (r"\\(?:left|right|displaystyle|limits)(?![A-Za-z])|(?<!\\)\$|\\\$|[£€]|\\!", ""),
-    (r"\\[dtc]frac(?![A-Za-z])", r"\\frac"),
-    (r"\\frac\s*(\d)\s+(\d)", r"\\frac{\1}{\2}"),
+    (r"^\s*(?:=|\\approx(?![A-Za-z]))", ""),                                                   # = 5
+    (r"\\(?:text|mathrm)\s*\{\s*([ei])\s*\}", r"\1"),                                          # 2\mathrm{i}
+    (r"\\varnothing", r"\\emptyset"),
+    (r"\\mathbb\s*([A-Z])", r"\\mathbb{\1}"),                                                  # \mathbb R
+    (r"\\(?:left|right|displaystyle|limits)(?![A-Za-z])|(?<!\\)\$|\\\$|[£€]|\\!", ""),         # \left( $5 \$5
+    (r"\\[dtc]frac(?![A-Za-z])", r"\\frac"),                                                   # \dfrac
+    (r"\\frac\s*(\d)\s+(\d)", r"\\frac{\1}{\2}"),                                              # \frac 1 2
     (r"\\(?:text(?:bf|it|rm|sf|tt|normal)|math(?:rm|it|sf|tt)|mbox)(?![A-Za-z])\s*", r"\\text"),
     (r"\\langle(?![A-Za-z])", "("), (r"\\rangle(?![A-Za-z])", ")"),
-    (r"\s*\^\s*(?:\\circ(?![A-Za-z])|\{\s*\\circ\s*\})|\s*°|\s*\\degree(?![A-Za-z])", ""),
-    (r"\\?%|\\text\{\s*percent\s*\}|(?<=\d)\s*percent(?![a-z])", r"\\%"),
-    (r",?\s*\\text\{\s*,?\s*(?:and|or)\s*\}|,?\s*(?<![A-Za-z\\])(?:and|or)(?![A-Za-z])", ","),
-    (r"(?<=\d)(?:\\[,;:]|\{,\}|~)\s*(?=\d{3}(?!\d))", ""),  # 1\,000
+    (r"\s*\^\s*(?:\\circ(?![A-Za-z])|\{\s*\\circ\s*\})|\s*°|\s*\\degree(?![A-Za-z])", ""),     # 90^\circ
+    (r"\\?%|\\text\{\s*percent\s*\}|(?<=\d)\s*percent(?![a-z])", r"\\%"),                      # 50 percent
+    (r",?\s*\\text\{\s*,?\s*(?:and|or)\s*\}|,?\s*(?<![A-Za-z\\])(?:and|or)(?![A-Za-z])", ","),  # 1, 2 and 3
+    (r"(?<=\d)(?:\\[,;:]|\{,\}|~)\s*(?=\d{3}(?!\d))", ""),                                     # 1\,000 1{,}000
     (r"(?<!\\)\\(?:[,;: ]|quad(?![A-Za-z]))|~", " "),
-    (r"^\s*(-?\d{1,3})((?:\s\d{3})+)\s*$", lambda match: re.sub(r"\s", "", match[0])),
-    (r"^((?!.*\\\{)[^,(\[]*(?<!\d)\d{1,3})((?:,\d{3})+(?!\d))(?=[^,]*$)",
+    (r"^\s*(-?\d{1,3})((?:\s\d{3})+)\s*$", lambda match: re.sub(r"\s", "", match[0])),         # 1 000
+    (r"^((?!.*\\\{)[^,(\[]*(?<!\d)\d{1,3})((?:,\d{3})+(?!\d))(?=[^,]*$)",                      # 1,000 apples
      lambda match: match[1] + match[2].replace(",", "")),
-    (r"(?<![A-Za-z\d.])(\d+\.?\d*|\.\d+)[eE]([+-]?\d+)(?![A-Za-z\d.])", r"\1\\times10^{\2}"),
-    (r"(\d*)\.(\d*)\\overline\s*\{?(\d+)\}?", repeating),
-    (r"^\s*([+-]?)\s*(\d+)\s+(\d+)\s*/\s*(\d+)\s*$", r"\1(\2+\\frac{\3}{\4})"),
-    (r"\\log_(\d)\s+(?=\d)", r"\\log_{\1}"),
-    (r"([_^])\{(\w)\}(?!\s*\d)", r"\1\2"),
+    (r"(?<![A-Za-z\d.])(\d+\.?\d*|\.\d+)[eE]([+-]?\d+)(?![A-Za-z\d.])", r"\1\\times10^{\2}"),  # 1.5e-9
+    (r"(\d*)\.(\d*)\\overline\s*\{?(\d+)\}?", repeating),                                      # 0.\overline{3}
+    (r"^\s*([+-]?)\s*(\d+)\s+(\d+)\s*/\s*(\d+)\s*$", r"\1(\2+\\frac{\3}{\4})"),                # 1 1/2
+    (r"\\log_(\d)\s+(?=\d)", r"\\log_{\1}"),                                                   # \log_2 8
+    (r"([_^])\{(\w)\}(?!\s*\d)", r"\1\2"),                                                     # x^{2}
     (r"(\\[A-Za-z]+|[\d,])?\s+(?=(\w)?)", needed_space),
-    (r"(?<!\.)\.$", ""))
+    (r"(?<=\d)\.(?![\d.])|(?<!\.)\.$", ""))                                                    # -1./3
 
 SCALES = {"dozen": 12, "hundred": 10 ** 2, "thousand": 10 ** 3, "million": 10 ** 6, "billion": 10 ** 9,
           "trillion": 10 ** 12}
 UNITS = {"mm": "millimeter", "cm": "centimeter", "m": "meter", "km": "kilometer", "in": "inch", "ft": "foot",
          "feet": "foot", "yd": "yard", "mi": "mile", "mph": "mileperhour", "s": "second", "sec": "second",
          "min": "minute", "h": "hour", "hr": "hour", "mg": "milligram", "g": "gram", "kg": "kilogram", "lb": "pound",
-         "oz": "ounce", "ml": "milliliter", "l": "liter", "day": "day", "week": "week", "month": "month",
-         "year": "year", "dollar": "dollar", "cent": "cent", "degree": "degree", "unit": "unit"}
-# a unit needs no \text if it cannot be a product of variables
-BARE_UNITS = "|".join(sorted({*SCALES, *UNITS, *UNITS.values()} - {"m", "in", "mi", "s", "h", "g", "l"}, key=len)[::-1])
+         "oz": "ounce", "ml": "milliliter", "l": "liter", "ms": "meterpersecond", "kmh": "kilometerperhour",
+         "day": "day", "week": "week", "month": "month", "year": "year", "dollar": "dollar", "cent": "cent",
+         "degree": "degree", "unit": "unit"}
+# Of these, the ones that need no \text: they cannot be products of variables.
+BARE_UNITS = "|".join(sorted({*SCALES, *UNITS, *UNITS.values()} - {"m", "in", "mi", "s", "h", "g", "l", "ms"},
+                             key=len, reverse=True))
 UNIT = re.compile(r"(?P<value>.*[\w})!])(?P<unit>(?:\\text\{[^{},]*\}(?:\^\{?-?\d\}?)?/?)+|"
                   rf"(?<=[\d}})])(?:square|cubic)?(?:(?:{BARE_UNITS})(?:e?s)?)+(?:\^\d)?)", re.DOTALL)
+# Words after a number that change it are no unit: 5 squared, 2 thirds, 5 below zero, 2\text{x}.
+NO_UNIT = re.compile(r"[a-z]|pi|log|sqrt|squared|cubed|factorial|hal(?:f|ves)|thirds?|quarters?|"
+                     r".*(?:nth|[fxvt]th|eighth|ninth|dth)s?|.*(?:negative|minus|below|above|least|most|more|less|than|approx).*")
+DROPPED = re.compile(r"['\"]|\\prime|\\[lc]?dots|\^\{?(?:T(?![A-Za-z])|\\top)")  # by the parser, without a word
+WORDS = re.compile(r"(?i)[a-z]{4,}|yes|no|odd|dne|\\text\{[a-z,\- ]{2,}\}")  # no products of letters
 
 
 def plain(answer):
@@ -228,29 +214,36 @@ def without_text(answer):
 def same_option(gold, answer):
     """Whether an answer chooses the gold letter of a multiple choice, B or (B) or (B) 12; None if gold is no letter, or
     the answer no choice of one."""
-    letter = re.fullmatch(r"\(?([A-Z])\)?\.?", without_text(gold))
-    choice = re.fullmatch(r"\(([A-Z])\)(?!\().*|([A-Z])[.:)].*|([A-Z])", without_text(answer), re.DOTALL)
-    if not letter or not choice or len(re.findall(r"(?<![A-Za-z])[A-Z][.:)]", without_text(answer))) > 1:
+    gold, answer = without_text(gold), without_text(answer)
+    letter = re.fullmatch(r"\(?([A-Z])\)?\.?", gold)
+    choice = re.fullmatch(r"\(([A-Z])\)(?![-+*/^=(]).*|([A-Z])[.:)].*|([A-Z])", answer, re.DOTALL)
+    if not letter or not choice or len(re.findall(r"(?<![A-Za-z])[A-Z](?![A-Za-z])", answer)) > 1:
         return None
     return letter[1] == choice[choice.lastindex]
 
 
 def split_unit(answer):
-    r"""12\text{cm}^2 -> (12, centimeter); million and the like are multiplied. An unknown unit is ""."""
+    r"""12\text{cm}^2 -> (12, centimeter); 5\text{million} -> ((5)\cdot1000000, ""): the unit is "" if there is none."""
     match = UNIT.fullmatch(answer)
-    if not match:
+    words = match and without_text(re.sub(r"\^\{?-?\d\}?", "", match["unit"]))
+    if not match or re.search(r"\d", words):
         return answer, ""
-    value, unit = match["value"], re.sub(r"[^a-z]", "", without_text(match["unit"]).lower())
+    value, unit = match["value"], re.sub(r"[^A-Za-z]", "", words)
     for word, factor in SCALES.items():
-        if unit.startswith(word):
+        if re.match(f"{word}(?!th)", unit):
             value, unit = rf"({value})\cdot{factor}", unit.removeprefix(word)
-    unit = re.sub("metre|litre", lambda found: found[0][:-2] + "er", re.sub("^(?:square|cubic|sq|cu)", "", unit))
-    names = [UNITS.get(word, word) for word in (unit, unit.removesuffix("s"), unit.removesuffix("es"))]
-    return value, next((name for name in names if name in UNITS.values()), "")
+    unit = re.sub("s(?=per)", "", re.sub("tre(?=s?$|sper|per)", "ter", re.sub("^(?:square|cubic|sq|cu)", "", unit)))
+    for name in (unit, unit.removesuffix("s"), unit.removesuffix("es")):
+        if name in UNITS or name in UNITS.values():
+            return value, UNITS.get(name, name)
+    return (answer, "") if NO_UNIT.fullmatch(unit) else (value, unit.removesuffix("s"))
 
 
 def equivalent(gold, answer):
-    r"""Whether two LaTeX answers mean the same: equal text does, the rest is for math-verify to decide (same_value)."""
+    r"""Whether two LaTeX answers mean the same: equal text does, the rest is for math-verify to decide (same_value).
+
+    Raises RuntimeError if math-verify does not run at all.
+    """
     if gold.strip() == answer.strip():
         return True
     if max(len(gold), len(answer)) > MATH_CHARACTERS:
@@ -262,10 +255,12 @@ def equivalent(gold, answer):
         return int(gold) == int(answer)
     if (verdict := same_option(gold, answer)) is not None:
         return verdict
-    if re.fullmatch(r"[A-Za-z]{2}", gold + answer):
+    if len(gold) == len(answer) == 1 and gold.isalpha() and answer.isalpha():
         return False  # two letters, or the same one in another case
-    if any(re.fullmatch(r"[A-Za-z]{4,}|\\text\{[A-Za-z,\- ]{2,}\}", text) for text in (gold, answer)):
-        return without_text(gold).casefold() == without_text(answer).casefold()  # words are no products of letters
+    if WORDS.fullmatch(gold) or WORDS.fullmatch(answer):
+        return without_text(gold).casefold() == without_text(answer).casefold()
+    if sorted(DROPPED.findall(gold)) != sorted(DROPPED.findall(answer)):
+        return False
     (gold, unit), (answer, other) = split_unit(gold), split_unit(answer)
     return (not unit or not other or unit == other) and _math_workers.compare(gold, answer)
 
@@ -299,6 +294,8 @@ def math_worker(seconds):
     """The process behind MathWorkers: a JSON pair a line in, 0 or 1 a line out."""
     import logging
     import resource
+    verdicts = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)    # nothing that a library prints is a verdict
     logging.disable()  # math-verify warns that its own time limits are off
     resource.setrlimit(resource.RLIMIT_AS, (MATH_MEMORY, MATH_MEMORY))
     guard_math_verify()
@@ -309,48 +306,67 @@ def math_worker(seconds):
         except Exception:  # whatever sympy trips over in what a model wrote, it is no right answer
             right = False
         signal.setitimer(signal.ITIMER_PROF, 0)
-        print(int(right), flush=True)
+        print(int(right), file=verdicts, flush=True)
 
 
 def same_value(gold, answer):
     r"""What math-verify says of two LaTeX answers, each parsed as a whole. Raises whatever it trips over."""
-    from latex2sympy2_extended import NormalizationConfig, latex2sympy, normalize_latex
-    from latex2sympy2_extended.latex2sympy2 import ConversionConfig
     from math_verify import verify
-    from math_verify.grader import is_assignment_relation, is_equation, should_treat_as_complex, take_last_relation
-    from sympy import Expr, FiniteSet, I, Interval, MatrixBase, Tuple
-
-    def parse(text):
-        if re.search(r"\d\s\d|\d_", text):
-            raise ValueError("numbers side by side, or to another base")
-        text = normalize_latex(text, NormalizationConfig(malformed_operators=True, nits=True, boxed="none"))
-        return latex2sympy(text, is_real=not should_treat_as_complex(text), normalization_config=None,
-                           conversion_config=ConversionConfig(lowercase_symbols=False))
-
-    def unnamed(value):
-        """x=1,y=2 as the pair (1,2), or None for anything else."""
-        equations = getattr(value, "_unsorted_args", value.args) if isinstance(value, FiniteSet) else []
-        names = {equation.lhs for equation in equations if is_assignment_relation(equation)}
-        return Tuple(*(equation.rhs for equation in equations)) if len(names) == len(equations) > 1 else None
-
+    from sympy import Expr, I, Interval, MatrixBase, Tuple
     braced = gold.startswith(r"\{") or answer.startswith(r"\{")
-    gold, answer = parse(gold), parse(answer)
+    gold, answer = parse_answer(gold), parse_answer(answer)
     if braced and any(isinstance(value, (Tuple, Interval)) for value in (gold, answer)):
         return False  # a set has no order, a pair and an interval have
-    if not (unnamed(gold) and unnamed(answer)):
-        gold, answer = unnamed(gold) or gold, unnamed(answer) or answer
+    if not (as_pair(gold) and as_pair(answer)):
+        gold, answer = as_pair(gold) or gold, as_pair(answer) or answer
     if all(isinstance(value, (Expr, MatrixBase)) for value in (gold, answer)):
         gold, answer = (value.subs({symbol: I for symbol in value.free_symbols if symbol.name == "i"})
                         for value in (gold, answer))
-    # 2+3=5 and f(x)=5 say 5, x^2=5 does not
-    if is_equation(answer) and not is_equation(gold) and not is_assignment_relation(answer):
-        last = take_last_relation(answer)
-        if not (last.lhs.is_Function or close(last.lhs, last.rhs)):
-            return False
-    if is_equation(gold) and not is_equation(answer) and not is_assignment_relation(gold):
-        last = take_last_relation(gold)
-        gold = last.rhs if close(last.lhs, last.rhs) else gold
+    if must_be_solved(answer, gold):
+        return False
+    gold = right_side(gold, answer)
     return verify(gold, answer, timeout_seconds=None, allow_set_relation_comp=True)
+
+
+def parse_answer(text):
+    """A LaTeX answer as math-verify's parser understands it, letters with their case. Raises where it doesn't."""
+    from latex2sympy2_extended import NormalizationConfig, latex2sympy, normalize_latex
+    from latex2sympy2_extended.latex2sympy2 import ConversionConfig
+    from math_verify.grader import should_treat_as_complex
+    if re.search(r"\d\s\d|\d_", text):
+        raise ValueError("numbers side by side, or to another base")
+    text = re.sub(r"(?<![A-Za-z\\])[Ee]_", r"\\xi_", text)  # E_1 is no power of e, which the parser takes it for
+    text = normalize_latex(text, NormalizationConfig(malformed_operators=True, nits=True, boxed="none"))
+    return latex2sympy(text, is_real=not should_treat_as_complex(text), normalization_config=None,
+                       conversion_config=ConversionConfig(lowercase_symbols=False))
+
+
+def as_pair(value):
+    """x=1,y=2 as the pair (1,2), or None for anything else."""
+    from math_verify.grader import is_assignment_relation
+    from sympy import FiniteSet, Tuple
+    equations = getattr(value, "_unsorted_args", value.args) if isinstance(value, FiniteSet) else []
+    names = {equation.lhs for equation in equations if is_assignment_relation(equation)}
+    return Tuple(*(equation.rhs for equation in equations)) if len(names) == len(equations) > 1 else None
+
+
+def must_be_solved(answer, gold):
+    """Whether an answer is an equation that doesn't say what its right side says: x=5, f(x)=5 and 2+3=5 all say 5, as
+    math-verify takes any equation to do, but x^2=5 does not."""
+    from math_verify.grader import is_assignment_relation, is_equation, take_last_relation
+    if not is_equation(answer) or is_equation(gold) or is_assignment_relation(answer):
+        return False
+    last = take_last_relation(answer)
+    return not last.lhs.is_Function and not close(last.lhs, last.rhs)
+
+
+def right_side(gold, answer):
+    """5 for a gold answer like 2+3=5, if the answer is no equation; else gold as it is."""
+    from math_verify.grader import is_equation, take_last_relation
+    if not is_equation(gold) or is_equation(answer):
+        return gold
+    last = take_last_relation(gold)
+    return last.rhs if close(last.lhs, last.rhs) else gold
 
 
 def guard_math_verify():
@@ -408,6 +424,39 @@ _math_workers = MathWorkers()
 # ---------------------------------------------------------------------------------------------------------------------
 # Grading code: every program runs alone in a sandbox, and is judged outside it
 
+CODE_SECONDS = 6           # of processor time for a program's run on one test; twice that by the clock
+CODE_MEMORY = 2 * 2 ** 30  # bytes of each process
+CODE_PROCESSES = 16        # and threads
+CODE_STACK = 2 ** 26       # bytes, for deep recursion
+CODE_BYTES = 2 ** 17 - 1   # of a program, which is one argument of a command
+FILE_BYTES = 2 ** 24       # of each file that a program writes, and of its output
+REPLY_BYTES = 2 ** 22      # of one result of a function
+CODE = re.compile(r'\s*\{\s*"kind"\s*:')
+FENCED = re.compile(r"^[ \t]*```[^\n`]*\n((?:(?![ \t]*```).*\n)*?)[ \t]*```[ \t]*\r?$", re.MULTILINE)
+DECIMAL = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)(e[+-]?\d{1,4})?", re.ASCII | re.IGNORECASE)
+# As root: show the folders $1 ... under the folder $0, which everybody can reach, in this mount namespace alone.
+MOUNT = """umask 022; mount -t tmpfs tmpfs "$0"
+while [ "$1" != -- ]; do mkdir -p "$0$1"; mount --bind "$1" "$0$1"; shift; done
+shift; exec "$@"
+"""
+# Inside, as the sandbox's first process: run the command, and fail if it leaves other processes behind.
+ALONE = 'exec 2> /dev/null; "$@"; code=$?; set -- /proc/[0-9]*; [ $# -le 1 ] && exit $code'
+# What solutions with a function take for granted. The modules come last: some have functions of their own name.
+PRELUDE = """from bisect import *
+from collections import *
+from functools import *
+from heapq import *
+from itertools import *
+from math import *
+from typing import *
+from builtins import pow
+from copy import deepcopy
+from datetime import date, timedelta
+import bisect, collections, copy, datetime, functools, heapq, itertools, json, math, operator, random, re, string, sys
+import time
+"""
+
+
 class Failed(Exception):
     """A solution did not do what its tests ask."""
 
@@ -424,6 +473,7 @@ def code_tests(answer):
 
 
 def is_code(answer):
+    """Whether a problem's answer is the tests of a code problem."""
     return CODE.match(answer) is not None
 
 
@@ -464,7 +514,7 @@ def same_word(word, expected):
     """Whether two printed words agree: as text, as equal integers, or as decimals to 1e-6 (relative or absolute)."""
     if word == expected:
         return True
-    if not DECIMAL.fullmatch(expected) or not DECIMAL.fullmatch(word) or re.match("[+-]?0[0-9]", expected):
+    if any(not DECIMAL.fullmatch(text) or re.match("[+-]?0[0-9]", text) for text in (expected, word)):
         return False
     if INTEGER.fullmatch(expected):
         return (int if INTEGER.fullmatch(word) else float)(word) == int(expected)
@@ -522,6 +572,8 @@ class Program:
     """A Python program in a sandbox, killed after `seconds` of processor time or twice that by the clock."""
 
     def __init__(self, source, seconds, stdin=subprocess.PIPE, stdout=subprocess.PIPE):
+        if "\0" in source or len(source.encode(errors="replace")) > CODE_BYTES:
+            raise Failed
         self.process = subprocess.Popen(sandbox(source, seconds), stdin=stdin, stdout=stdout, stderr=subprocess.PIPE,
                                         env={"PATH": os.environ["PATH"]})
         self.timer = self.kill_after(2 * seconds)
@@ -577,7 +629,7 @@ class Program:
 
 def source_of(main):
     """The program that runs serve() or check() in a sandbox."""
-    return "\n".join([*map(inspect.getsource, (to_json, from_json, main)), f"{main.__name__}()"])
+    return "\n".join([*map(inspect.getsource, (to_json, from_json, take_channel, main)), f"{main.__name__}()"])
 
 
 def sandbox(source, seconds):
@@ -586,8 +638,6 @@ def sandbox(source, seconds):
     if not shutil.which("bwrap"):
         raise UserError("code solutions run in bubblewrap, and there is no bwrap here: install it "
                         "(apt install bubblewrap)")
-    if "\0" in source or len(source.encode(errors="replace")) >= ARGUMENT_BYTES:
-        raise Failed
     folders, reachable, other_user = python_folders(), "", []
     if os.geteuid() == 0:
         reachable, user = "/boot", 20000 + threading.get_native_id() % 40000
@@ -597,17 +647,19 @@ def sandbox(source, seconds):
                  "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     system = ["/usr", "/lib", "/lib64", "/bin", "/etc/alternatives", "/etc/ld.so.cache"]
     return [*other_user, "bwrap", "--unshare-user", "--unshare-all", "--disable-userns", "--die-with-parent",
-            "--as-pid-1", "--new-session", "--clearenv", *words("--setenv", *variables.items()),
-            *words("--ro-bind-try", *zip(system, system)),
-            *words("--ro-bind", *((reachable + folder, folder) for folder in folders)),
-            "--proc", "/proc", "--dev", "/dev", "--size", str(FILE_BYTES), "--tmpfs", "/dev/shm", "--remount-ro", "/dev",
-            "--size", str(4 * FILE_BYTES), "--tmpfs", "/tmp", "--chdir", "/tmp", "--remount-ro", "/", "--",
-            "choom", "--adjust=1000", "--", "prlimit", f"--cpu={seconds}", f"--as={CODE_MEMORY}", f"--stack={CODE_STACK}:",
-            f"--nproc={CODE_PROCESSES}", f"--fsize={FILE_BYTES}", "--nofile=128", "--core=0", "--",
+            "--as-pid-1", "--new-session", "--clearenv", *repeat("--setenv", variables.items()),
+            *repeat("--ro-bind-try", zip(system, system)),
+            *repeat("--ro-bind", ((reachable + folder, folder) for folder in folders)),
+            "--proc", "/proc", "--dev", "/dev", "--size", str(FILE_BYTES), "--tmpfs", "/dev/shm",
+            "--remount-ro", "/dev", "--size", str(4 * FILE_BYTES), "--tmpfs", "/tmp", "--chdir", "/tmp",
+            "--remount-ro", "/", "--", "choom", "--adjust=1000", "--",  # when memory is short, these go first
+            "prlimit", f"--cpu={seconds}", f"--as={CODE_MEMORY}", f"--stack={CODE_STACK}:", f"--nproc={CODE_PROCESSES}",
+            f"--fsize={FILE_BYTES}", "--nofile=128", "--core=0", "--",
             "sh", "-c", ALONE, "sh", os.path.realpath(sys.executable), "-c", source.encode(errors="replace")]
 
 
-def words(option, *values):
+def repeat(option, values):
+    """A command's option, once for each tuple of its values."""
     return [word for value in values for word in (option, *value)]
 
 
@@ -627,7 +679,7 @@ def check_sandbox():
         raise UserError("a simple program fails in the sandbox for code solutions: see \"Code\" in README.md") from None
 
 
-# The four functions below run inside the sandboxes. Their source is sent there, so they import what they need.
+# The five functions below run inside the sandboxes. Their source is sent there, so they import what they need.
 
 def to_json(value, other=None):
     """A value as JSON that keeps its Python type. other(value) is the JSON of what is no plain data."""
@@ -671,16 +723,22 @@ def from_json(data, other=None):
     return other(kind, value)
 
 
+def take_channel():
+    """Standard input and output for this protocol alone; what the code reads and prints has no part in it."""
+    import os
+    channel = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    os.dup2(nowhere, 0)
+    os.dup2(nowhere, 1)
+    return channel
+
+
 def serve():
     """Run the solution that the first line brings, then do what the next lines ask of it."""
     import json
-    import os
     import sys
     import types
-    lines, replies = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
-    nowhere = os.open(os.devnull, os.O_RDWR)
-    os.dup2(nowhere, 0)  # what the solution reads and prints has no part in this
-    os.dup2(nowhere, 1)
+    lines, replies = take_channel()
     module, kept = types.ModuleType("solution"), []
     sys.modules["solution"], space = module, module.__dict__
 
@@ -724,11 +782,7 @@ def check():
     back as plain data or as a Remote object."""
     import builtins
     import json
-    import os
-    lines, messages = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
-    nowhere = os.open(os.devnull, os.O_RDWR)
-    os.dup2(nowhere, 0)
-    os.dup2(nowhere, 1)
+    lines, messages = take_channel()
 
     def send(message):
         messages.write(json.dumps(message) + "\n")
@@ -774,7 +828,8 @@ def check():
         if "allclose" in tests["tests"]:  # for numpy alone, an empty list is close to everything
             import numpy
             library = numpy.allclose
-            numpy.allclose = lambda a, b, *more, **named: numpy.shape(a) == numpy.shape(b) and library(a, b, *more, **named)
+            numpy.allclose = lambda a, b, *more, **named: (numpy.shape(a) == numpy.shape(b)
+                                                           and library(a, b, *more, **named))
         exec(tests["before"], space)
         for name in tests["names"]:
             try:
@@ -839,17 +894,19 @@ def read_array(path):
     try:
         with open_binary(path) as file:
             text = file.read().decode()
+        json.loads(text)  # now it is only to find the lines
         at = text.index("[") + 1
         while True:
             start = re.compile(r"[\s,]*").match(text, at).end()
             number += text.count("\n", at, start)
-            if text[start:start + 1] == "]":
+            if text[start] == "]":
                 return
             record, at = decoder.raw_decode(text, start)
             yield number, must_be_object(record, path, number)
             number += text.count("\n", start, at)
     except (ValueError, OSError, EOFError) as error:
-        raise UserError(f"{path}:{number}: not a JSON array of objects ({error})") from None
+        line = getattr(error, "lineno", number)
+        raise UserError(f"{path}:{line}: not a JSON array of objects ({error}): mend it") from None
 
 
 @contextlib.contextmanager
@@ -914,10 +971,13 @@ def math_problem(record):
     elif record.get("answer") is not None:
         answer = record["answer"]
     else:
-        answer = last_boxed(str(record.get("solution", "")))
+        solution = record.get("solution")
+        answer = last_boxed(solution) if isinstance(solution, str) else None
     if isinstance(answer, float) and answer.is_integer():
         answer = int(answer)
     answer = str(answer) if isinstance(answer, (str, int, float)) else ""
+    if BOX.search(answer):
+        answer = last_boxed(answer) or ""
     if not is_code(answer):
         answer = answer.rsplit("####", 1)[-1].strip()
         if re.fullmatch(r"(\$\$?)[^$]+\1", answer):
@@ -934,6 +994,9 @@ def code_problem(record):
     fields = [field for field in of_set if field in record]
     if not fields and not is_code(str(record.get("answer"))):
         return None
+    words = [record.get(name) for name in ("problem", "question", "question_content", "prompt", "text")]
+    if not any(isinstance(text, str) and text.strip() for text in words):
+        return None, ""
     try:
         text, tests = of_set[fields[0]](record) if fields else (record.get("problem"), json.loads(record["answer"]))
         check_tests(tests)
@@ -989,6 +1052,7 @@ def apps_problem(record):
 
 
 def livecodebench_problem(record):
+    """LiveCodeBench."""
     cases = from_text(record["public_test_cases"]) + private_cases(record.get("private_test_cases") or "[]")
     name = None
     tests = [(case["input"], case["output"]) for case in cases]
@@ -1050,13 +1114,14 @@ def mbpp_problem(record):
 
 
 def import_problems(source, target, overwrite, skip_bad):
-    """Copy a data file into the run in load_problems' form, or read the one that is there -> (problems, how many rows
-    without a gold answer were left out)."""
+    """Copy a data file into the run in load_problems' form, or look at the one that is there -> how many rows without a
+    gold answer were left out, None if that was counted when the file was imported."""
     if source is None:
         if not target.exists():
             flag = "--test" if target.name == "test.jsonl" else "--problems"
             raise UserError(f"{target}: no such file: import a data file with {flag}")
-        return load_problems(target), 0
+        load_problems(target)
+        return None
     skipped = [] if skip_bad else None
     problems = load_problems(source, skipped)
     if skipped:
@@ -1068,7 +1133,7 @@ def import_problems(source, target, overwrite, skip_bad):
                         "--overwrite to start anew")
     with whole_file(target) as file:
         file.writelines(json.dumps(problem, ensure_ascii=False) + "\n" for problem in problems)
-    return problems, len(skipped or [])
+    return len(skipped or [])
 
 
 def file_hash(*paths):
@@ -1144,6 +1209,12 @@ def print_summary(title, summary):
         print(f"  {name:38} {shown}")
 
 
+def keep_in_record(run, stage, **more):
+    """Add to a stage's record what is not None."""
+    write_json(run / f"{stage}.json", {**stage_record(run, stage),
+                                       **{name: value for name, value in more.items() if value is not None}})
+
+
 def stage_record(run, stage):
     """What start_stage and finish_stage wrote for an earlier stage."""
     path = run / f"{stage}.json"
@@ -1205,7 +1276,8 @@ def render_prompt(tokenizer, problem, system=None):
         return problem["problem"], tokenizer(problem["problem"]).input_ids
     if system is None:
         system = CODE_SYSTEM if is_code(problem["answer"]) else MATH_SYSTEM
-    messages = [{"role": "system", "content": system}] * bool(system) + [{"role": "user", "content": problem["problem"]}]
+    messages = [{"role": "system", "content": system}] * bool(system)
+    messages += [{"role": "user", "content": problem["problem"]}]
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     return text, tokenizer(text, add_special_tokens=False).input_ids
 
@@ -1343,8 +1415,8 @@ def start_engine(folder, length, args):
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
         # On CPUs, vLLM's own cache block (128 tokens) is too long to find the prefixes of short steps again, and a
         # request with a seed must not be prefilled in chunks ("CPU Generator does not use offset").
-        options = {"dtype": "float32", "enforce_eager": True, "block_size": cache_block(), "enable_chunked_prefill": False,
-                   "max_num_batched_tokens": max(length, 2048), "max_num_seqs": 256}
+        options = {"dtype": "float32", "enforce_eager": True, "block_size": cache_block(),
+                   "enable_chunked_prefill": False, "max_num_batched_tokens": max(length, 2048), "max_num_seqs": 256}
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
     try:
@@ -1413,11 +1485,12 @@ def logged(results, sampler, path, **names):
 
 def bill(run, stage):
     """The tokens that a sampling stage has sampled, and the prompt tokens that it computed and found in the cache, over
-    all tries and ranks: the sums of its lines in log.jsonl."""
+    all tries and ranks: the sums of its lines in log.jsonl (a killed try's last ten seconds are missing)."""
     path = run / "log.jsonl"
     lines = [line for _, line in read_jsonl(path) if line["stage"] == stage] if path.exists() else []
     sampled, prompt, cached = (sum(line[name] for line in lines) for name in COUNTERS)
-    return {"tokens sampled": sampled, "prompt tokens computed": prompt - cached, "prompt tokens from the cache": cached}
+    return {"tokens sampled": sampled, "prompt tokens computed": prompt - cached,
+            "prompt tokens from the cache": cached}
 
 
 def progress_bar(total, title, unit="requests", initial=0):
@@ -1491,8 +1564,6 @@ def sample_stage(stage, jobs, path, key_fields, field, args, team, keep=("text",
     """Sample into the file at path, a line {**request.record, field: completions} a request, going on where an
     interrupted run stopped; and into log.jsonl what it took. jobs: [(model folder, requests), ...]."""
     shards = Shards(path, key_fields, team)
-    if any(is_code(request.problem["answer"]) for _, requests in jobs for request in requests):
-        check_sandbox()
     if team.share(f"{path} is there", path.exists()):
         for part in shards.parts() if team.rank == 0 else []:  # left when rank 0 was stopped right after merging
             part.unlink()
@@ -1501,6 +1572,8 @@ def sample_stage(stage, jobs, path, key_fields, field, args, team, keep=("text",
         todo = shards.missing(requests)
         if team.rank == 0 and any(shards.lines()):
             print(f"{path}: going on, {len(todo):,} requests to {folder.name} left", flush=True)
+        if any(is_code(request.problem["answer"]) for request in todo):
+            check_sandbox()
         if todo:
             sampler = Sampler(folder, todo, args)
             results = logged(sample(sampler, todo, f"{path.name} ({folder.name})"), sampler, args.run / "log.jsonl",
@@ -1587,13 +1660,14 @@ def main():
     folder = find_model(args.model or args.run / "policy")
     output, summary = args.run / "solutions.jsonl", None
     if team.rank == 0:
-        _, skipped = import_problems(args.problems, args.run / "problems.jsonl", args.overwrite, args.skip_bad)
+        left_out = import_problems(args.problems, args.run / "problems.jsonl", args.overwrite, args.skip_bad)
         settings = {name: getattr(args, name) for name in
                     ("solutions", "temperature", "top_p", "max_tokens", "system", "seed")}
         inputs = {"problems.jsonl": file_hash(args.run / "problems.jsonl"), "policy": model_hash(folder)}
         summary = start_stage(args.run, "generate", settings, inputs, [output], args.overwrite)
-        record, is_folder = stage_record(args.run, "generate"), Path(args.model or folder).is_dir()
-        write_json(args.run / "generate.json", {**record, "model": str(folder.resolve() if is_folder else args.model)})
+        is_folder = Path(args.model or folder).is_dir()
+        keep_in_record(args.run, "generate", left_out=left_out,
+                       model=str(folder.resolve() if is_folder else args.model))
     if summary := team.share("summary", summary):
         return team.rank > 0 or print_complete("generate", summary)
 
@@ -1604,8 +1678,8 @@ def main():
                                 ids, [], args.solutions, args.max_tokens, args.temperature, args.top_p, args.seed))
     sample_stage("generate", [(folder, requests)], output, ["id"], "solutions", args, team)
     if team.rank == 0:
-        left_out = {"rows without a gold answer, left out": skipped} if skipped else {}
-        finish_stage(args.run, "generate", {**summarise(output), **left_out})
+        left_out = stage_record(args.run, "generate").get("left_out", 0)
+        finish_stage(args.run, "generate", {**summarise(output), "rows without a gold answer, left out": left_out})
 
 
 if __name__ == "__main__":

@@ -26,9 +26,9 @@ import functools
 import json
 import random
 
-from generate import (Request, Team, UserError, add_engine_flags, add_run_flags, bill, cache_block, decode, file_hash, find_model,
-                      finish_stage, load_tokenizer, model_hash, positive, print_complete, read_jsonl, run_stage,
-                      sample_stage, stage_record, start_stage, whole_file)
+from generate import (Request, Team, UserError, add_engine_flags, add_run_flags, bill, cache_block, decode, file_hash,
+                      find_model, finish_stage, load_tokenizer, model_hash, positive, print_complete, read_jsonl,
+                      run_stage, sample_stage, stage_record, start_stage, whole_file)
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Steps: cut out of the sampled token ids, never tokenised again

@@ -926,6 +926,23 @@ x=2 \pm 3i == 2+3i, 2-3i
 \emptyset == \varnothing
 \mathbb{R} == \mathbb R
 [1,2] == 1\le x\le 2 != 1\le x< 2
+f'(x) != f(x)
+f'(x)=2x == f'(x) = 2 x != f(x)=2x
+A^T != A
+5 != 5\ldots ; 5'
+2 != 2\text{x} ; 2\mathrm{n} ; 2\text{ thirds}
+5 == 5 \text{ apples} ; 5\text{ J} != 5\text{ squared} ; 5\text{ log 2} ; 5\text{ below zero} ; 5\text{ factorial}
+5000 == 5\text{ thousand} != 5\text{ thousandths}
+5\text{ J} == 5 \text{ J} != 5\text{ kJ}
+10\text{ m/s} == 10 \mathrm{~m}/\mathrm{s} ; 10 \text{ meters per second} != 10\text{ km/h}
+10\text{ a.m.} != 10\text{ p.m.}
+3\text{ months} == 3 ; 3 \text{ month} != 3\text{ years}
+A != (A) and B ; (A), B ; A. B
+E != (E)+1
+Yes == yes ; \text{YES} != no
+DNE != END
+-1./3 == -\frac{1}{3} ; -1/3 != -1.3
+\frac{1}{3} E_{1}+\frac{2}{3} E_{2} == \frac{E_{1}+2 E_{2}}{3} ; \frac{E_1+2E_2}{3} != E_1+E_2
 \emptyset == \{\} != \{0\}
 \mathbb{R} == (-\infty,\infty) != \mathbb{Z}
 \overline{AB} != AB
@@ -1026,6 +1043,9 @@ RIGHT_CODE = {
     "a child that has ended": (ADD, "import os\nif os.fork() == 0:\n    os._exit(0)\nprint(sum(map(int, input().split())))"),
     "floats": ({"kind": "stdin", "tests": [["", "0.333333333 yes 5"]]}, "print(1 / 3, 'yes', 5)"),
     "function": (PLUS, "def f(a, b):\n    print('[3]')\n    return a + b"),
+    "what is taken for granted": ({**PLUS, "tests": [[[1, 2], [1, 0, 2, 8]]]},
+        "def f(a, b):\n    today = datetime.datetime(2000, 1, 2) - timedelta(days=1)\n"
+        "    return [today.day, bisect.bisect_left([a, b], a), copy.deepcopy([b])[0], pow(b, 3, 10)]"),
     "method": (PLUS, "class Solution:\n    def f(self, a: int, b: Optional[int]) -> List[int]:\n        return a + b"),
     "results in lists of one": ({**PLUS, "tests": [[[1, 2], [3]], [[5, 5], [10]]]}, "def f(a, b):\n    return a + b"),
     "a tuple for a list": ({**PLUS, "tests": [[[1, 2], [1, 2]]]}, "def f(a, b):\n    return a, b"),
@@ -1047,6 +1067,7 @@ WRONG_CODE = {
     "integers are exact": ({"kind": "stdin", "tests": [["", "100000000"]]}, "print(100000001)"),
     "huge integers too": ({"kind": "stdin", "tests": [["", "1" * 2000]]}, "print('2' * 2000)"),
     "leading zeros": ({"kind": "stdin", "tests": [["", "0101"]]}, "print(101)"),
+    "leading zeros too many": ({"kind": "stdin", "tests": [["", "101"]]}, "print('0101')"),
     "a NUL": (ADD, "print(7)\0"),
     "half a character": (ADD, "print('\ud800')"),
     "a float for an integer": ({**PLUS, "tests": [[[1, 2], 10 ** 15]]}, "def f(a, b):\n    return 1e15 + 1e8"),
@@ -1705,11 +1726,13 @@ BAD_PROBLEMS = {
     "no answer after ####": ('{"question": "1+1=", "answer": "it is 2\\n#### "}\n', "FILE:1: no answer"),
     "box cut off": ('{"problem": "1+1=", "solution": "\\\\boxed{1}, no \\\\boxed{2"}\n', "FILE:1: no answer"),
     "no answer in an array": ('[{"problem": "1+1=", "answer": "2"},\n\n {"problem": "1"}]', "FILE:3: no answer"),
+    "text after an array": ('[{"problem": "1+1=", "answer": "2"}]\n[1]', "FILE:2: not a JSON array"),
+    "a box cut off in the answer": ('{"problem": "1+1=", "answer": "so \\\\boxed{2"}\n', "FILE:1: no answer"),
     "broken array": ('[{"problem": "1+1=", "answer": "2"},\n {"problem"]', "FILE:2: not a JSON array"),
     "no tests": ('{"question": "q", "input_output": "{\\"inputs\\": [], \\"outputs\\": []}"}\n', "FILE:1: no tests"),
     "broken tests": ('{"question": "q", "input_output": "{"}\n', "FILE:1: no tests that can be read (JSONDecodeError"),
     "no question": ('{"question": null, "input_output": "{\\"inputs\\": [\\"\\"], \\"outputs\\": [\\"\\"]}"}\n',
-                    "FILE:1: no tests that can be read (AttributeError"),
+                    "FILE:1: no problem"),
     "tests of no kind": ('{"problem": "p", "answer": "{\\"kind\\":\\"bogus\\"}"}\n', "FILE:1: no tests that can be read (KeyError"),
     "tests that are no pairs": ('{"problem": "p", "answer": "{\\"kind\\": \\"stdin\\", \\"tests\\": [[1, 2]]}"}\n',
                                 "FILE:1: no tests that can be read (TypeError: '1' is no str)"),

@@ -46,8 +46,8 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from transformers import AttentionInterface, AutoConfig, AutoModelForTokenClassification
 
 from generate import (UserError, add_run_flags, cut_log, file_hash, find_model, finish_stage, load_tokenizer,
-                      model_hash, positive, print_complete, progress_bar, read_jsonl, render_prompt, run_stage, stage_record,
-                      start_stage)
+                      model_hash, positive, print_complete, progress_bar, read_jsonl, render_prompt, run_stage,
+                      stage_record, start_stage)
 
 PAD_TO = 128  # rows are padded to a multiple of this many tokens: the block size of the attention
 
@@ -419,8 +419,8 @@ def make_batches(sizes, batch, epochs, seed):
     """Deal groups into optimiser steps: the epochs' groups, each epoch's in a seeded order of its own, are one stream,
     from which a step takes groups as long as that brings it closer to `batch` pairs (or states).
 
-    sizes: pairs of each group -> a list of group numbers for every step. A last step of less than half a batch joins the
-    one before it.
+    sizes: pairs of each group -> a list of group numbers for every step. A last step of less than half a batch joins
+    the one before it.
     """
     stream = []
     for epoch in range(epochs):
