@@ -185,7 +185,8 @@ UNIT = re.compile(r"(?P<value>.*[\w})!])(?P<unit>(?:\\text\{[^{},]*\}(?:\^\{?-?\
                   rf"(?<=[\d}})])(?:square|cubic)?(?:(?:{BARE_UNITS})(?:e?s)?)+(?:\^\d)?)", re.DOTALL)
 # Words after a number that change it are no unit: 5 squared, 2 thirds, 5 below zero, 2\text{x}.
 NO_UNIT = re.compile(r"[a-z]|pi|log|sqrt|squared|cubed|factorial|hal(?:f|ves)|thirds?|quarters?|"
-                     r".*(?:nth|[fxvt]th|eighth|ninth|dth)s?|.*(?:negative|minus|below|above|least|most|more|less|than|approx).*")
+                     r".*(?:nth|[fxvt]th|eighth|ninth|dth)s?|"
+                     r".*(?:negative|minus|below|above|least|most|more|less|than|approx).*")
 DROPPED = re.compile(r"['\"]|\\prime|\\[lc]?dots|\^\{?(?:T(?![A-Za-z])|\\top)")  # by the parser, without a word
 WORDS = re.compile(r"(?i)[a-z]{4,}|yes|no|odd|dne|\\text\{[a-z,\- ]{2,}\}")  # no products of letters
 

@@ -1601,9 +1601,10 @@ def read_whole_lines(path):
 def test_evaluation_goes_on_after_sigkill(toy, small, tmp_path):
     run = copy_of(small, tmp_path / "run", "policy", "test.jsonl", "generate.json")
     shutil.copytree(toy / "actor", run / "actor")
-    command = f"evaluate.py --run {run} --seed 0 --n 2 --max-tokens 64"
+    command = f"evaluate.py --run {run} --seed 0 --n 2 --max-tokens 64 --critic {toy}/critic"
     run_script(command, kill_when=lambda: lines_in_shards(run / "answers.jsonl") > 2 * SMALL)  # in the second model
-    run_script(command)
+    run_script(command, ranks=2)
+    assert 0 < json.loads((run / "report.json").read_text())["models"]["actor"]["best-of-2"] <= 1
     undisturbed = {(line["model"], line["id"], line["kind"]): line["answers"]
                    for line in read_lines(toy / "answers.jsonl")}
     lines = read_lines(run / "answers.jsonl")
