@@ -1,6 +1,7 @@
 r"""The toy, the demo and the tests of this DAPO implementation.
 
     python test_dapo.py              the demo: makes the toy, runs the five stages, ends with the before/after table
+    python test_dapo.py bench        time, tokens and memory, beside the usual way's: a row for each pair (7 minutes)
     python test_dapo.py stress       kills every stage at random moments and compares what comes out (half an hour)
     pytest test_dapo.py              the tests
 
@@ -27,6 +28,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import zlib
 from pathlib import Path
@@ -1866,6 +1868,360 @@ def demo(run, seed):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# The benchmark: every prefix once, against the usual way, a row for each pair and each state
+
+PROMPT, STEP = 100, 40  # tokens
+# 11M parameters. The output layer is 8% of the layers below it, as in a 7B model with 150k tokens.
+BENCH_MODEL = {"vocab_size": 2048, "hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 6,
+               "num_attention_heads": 6, "num_key_value_heads": 6}
+
+
+def run_alone(function, *arguments):
+    """What a function of this file returns in a process of its own, with one thread: so all sides have the same core,
+    and peaks of memory are the function's own."""
+    code = f"import json, test_dapo; print(json.dumps(test_dapo.{function.__name__}(*{arguments!r})))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=HERE, env={**os.environ, "OMP_NUM_THREADS": "1"},
+                          stdout=subprocess.PIPE, text=True)
+    if done.returncode:
+        raise UserError(f"{function.__name__}{arguments} ended with exit code {done.returncode}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def alternate(ours, usual, repetitions, clock):
+    """Run two functions in turn -> median milliseconds of both by a clock, and what both returned last."""
+    times, results = {ours: [], usual: []}, {}
+    for _ in range(repetitions):
+        for function in times:
+            started = clock()
+            results[function] = function()
+            times[function].append(1000 * (clock() - started))
+    return [float(np.median(times[function])) for function in times], list(results.values())
+
+
+def solution_tree(n_steps, n_actions, first=0):
+    """A solution's states, from each of which n_actions steps were sampled, none of them the solution's own -> (Steps
+    whose wanted nodes are the actions, the states)."""
+    from train_critic import Steps
+    rng, parents, actions, states = random.Random(first), [-1], [], [0]
+    for t in range(n_steps):
+        actions += range(len(parents), len(parents) + n_actions)
+        parents += [states[t]] * n_actions
+        if t < n_steps - 1:
+            parents.append(states[t])
+            states.append(len(parents) - 1)
+    tokens = [[rng.randrange(1000) for _ in range(STEP if node else PROMPT)] for node in range(len(parents))]
+    return Steps(f"tree {first}", first, parents, tokens, actions), states
+
+
+def solution_forest(n_trees, n_steps, n_actions, wanted):
+    """n_trees of them. wanted: "actions", "states" or "nodes" (both)."""
+    from dataclasses import replace
+    forest, first = [], 0
+    for _ in range(n_trees):
+        steps, states = solution_tree(n_steps, n_actions, first)
+        nodes = {"actions": steps.wanted, "states": states, "nodes": range(len(steps.parents))}[wanted]
+        forest.append(replace(steps, wanted=list(nodes)))
+        first += len(steps.parents)
+    return forest
+
+
+def bench_model(folder, **changes):
+    """A random Llama."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+    torch.manual_seed(0)
+    LlamaForCausalLM(LlamaConfig(**{**BENCH_MODEL, **changes}, tie_word_embeddings=True)).save_pretrained(folder)
+    return folder
+
+
+def row_each(forest):
+    """The usual way: a row for each wanted node, its whole path. Rows of equal length make a batch, which is the best
+    that sorting by length can do: no padding at all -> [(node numbers (B,), ids (B, T)), ...]."""
+    rows = sorted(((full_path(steps, node), steps.first + node) for steps in forest for node in steps.wanted),
+                  key=lambda row: len(row[0]))
+    batches = []
+    for _, batch in itertools.groupby(rows, key=lambda row: len(row[0])):
+        paths, numbers = zip(*batch)
+        batches.append((torch.tensor(numbers), torch.tensor(paths)))
+    return batches
+
+
+def row_logps(lm, ids):
+    """log pi(a|s) of a batch of rows that end with an action, from the logits at its tokens alone: (B, T) -> (B,)."""
+    hidden = lm.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state[:, -STEP - 1:-1]  # (B, STEP, hidden)
+    logits = lm.get_output_embeddings()(hidden).flatten(0, 1)                                     # (B STEP, V)
+    logps = -torch.nn.functional.cross_entropy(logits, ids[:, -STEP:].flatten(), reduction="none")
+    return logps.view(len(ids), STEP).sum(1)
+
+
+def row_logits(critic, ids):
+    """The critic's logits at the rows' last tokens: (B, T) -> (B,)."""
+    return critic(input_ids=ids, use_cache=False).logits[:, -1, 0]
+
+
+def descend(model, losses):
+    """Forward and backward, one micro-batch after the other -> [their loss, the gradients]."""
+    total = torch.zeros(1)
+    for loss in losses:
+        loss.backward()
+        total += loss.detach()
+    found = [p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad for p in model.parameters()]
+    model.zero_grad()
+    return [total, *found]
+
+
+def side_by_side(ours, usual):
+    return {"ours": ours, "usual": usual, "ratio": usual / ours}
+
+
+def compared(groups, batches, ours, usual, repetitions):
+    """Time both ways, and hold what they return, lists of tensors, against each other -> tokens that go through the
+    model (ours with padding) and milliseconds of the processor."""
+    # both are one thread that never waits, so its processor time is what a clock says where nothing else runs
+    milliseconds, results = alternate(ours, usual, repetitions, time.process_time)
+    for a, b in zip(*results, strict=True):
+        if not close(a, b, 1e-4):
+            raise UserError(f"the benchmark's two sides differ by {((a - b).norm() / b.norm()).item():.1e}")
+    return {"tokens": side_by_side(sum(len(row.tokens) for group in groups for row in group),
+                                   sum(ids.numel() for _, ids in batches)),
+            "ms": side_by_side(*milliseconds)}
+
+
+def bench_actor(n_trees, n_steps, n_actions, repetitions):
+    """Forward and backward of Eq. 12 for all pairs: packed trees against a row per (state, action)."""
+    from transformers import AutoModelForCausalLM
+    from train_actor import Policy, dapo_loss, node_logps
+    from train_critic import load_model, pack
+    forest = solution_forest(n_trees, n_steps, n_actions, "actions")
+    n_nodes, n_pairs = (sum(len(getattr(steps, part)) for steps in forest) for part in ("parents", "wanted"))
+    with tempfile.TemporaryDirectory() as folder, one_rank() as world:
+        policy = load_model(AutoModelForCausalLM, bench_model(folder), world, recompute=False, wrap=Policy)
+        plain = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="sdpa")
+        groups, batches = pack(forest, 4096), row_each(forest)
+        ref, advantage = node_logps(policy, groups, n_nodes, world), torch.randn(n_nodes)
+
+        def ours():
+            return descend(policy.lm, (dapo_loss(policy(row, world.device) - ref[row.nodes], advantage[row.nodes],
+                                                 0.3).sum() / n_pairs for group in groups for row in group))
+
+        def usual():
+            return descend(plain, (dapo_loss(row_logps(plain, ids) - ref[numbers], advantage[numbers],
+                                             0.3).sum() / n_pairs for numbers, ids in batches))
+
+        return compared(groups, batches, ours, usual, repetitions)
+
+
+def critics(folder, world):
+    """The bench's critic, sharded for packed rows and plain, with equal weights."""
+    from transformers import AutoModelForTokenClassification
+    from train_critic import load_model
+    plain = AutoModelForTokenClassification.from_pretrained(bench_model(folder), num_labels=1,
+                                                            attn_implementation="sdpa")
+    plain.dropout.p = 0.0
+    plain.save_pretrained(folder)
+    critic = load_model(AutoModelForTokenClassification, folder, world, recompute=False, classifier_dropout=0.0)
+    return critic, plain
+
+
+def bench_critic(n_trees, n_steps, repetitions):
+    """Forward and backward of Eq. 15 for all labelled states: packed trees against a row per state."""
+    from train_critic import critic_loss, node_logits, pack
+    forest = solution_forest(n_trees, n_steps, 0, "states")
+    labels = torch.rand(sum(len(steps.parents) for steps in forest))
+    with tempfile.TemporaryDirectory() as folder, one_rank() as world:
+        critic, plain = critics(folder, world)
+        groups, batches = pack(forest, 4096), row_each(forest)
+
+        def ours():
+            return descend(critic, (critic_loss(node_logits(critic, row, world.device), labels[row.nodes]).sum()
+                                    / len(labels) for group in groups for row in group))
+
+        def usual():
+            return descend(plain, (critic_loss(row_logits(plain, ids), labels[numbers]).sum() / len(labels)
+                                   for numbers, ids in batches))
+
+        return compared(groups, batches, ours, usual, repetitions)
+
+
+def bench_score(n_trees, n_steps, n_actions, repetitions):
+    """V of all nodes: packed trees against a row per state and per (state, action)."""
+    from train_critic import pack, predict
+    forest = solution_forest(n_trees, n_steps, n_actions, "nodes")
+    n_nodes = sum(len(steps.parents) for steps in forest)
+    with tempfile.TemporaryDirectory() as folder, one_rank() as world:
+        critic, plain = critics(folder, world)
+        groups, batches = pack(forest, 4096), row_each(forest)
+
+        def ours():
+            return [predict(critic, groups, n_nodes, world)]
+
+        @torch.no_grad()
+        def usual():
+            values = torch.zeros(n_nodes)
+            for numbers, ids in batches:
+                values[numbers] = torch.sigmoid(row_logits(plain, ids))
+            return [values]
+
+        return compared(groups, batches, ours, usual, repetitions)
+
+
+def memory(kind):
+    """Bytes of this process: VmRSS now, VmHWM at the peak (ru_maxrss begins with the peak of the parent process)."""
+    return 1024 * int(re.search(rf"{kind}:\s+(\d+)", Path("/proc/self/status").read_text())[1])
+
+
+def bench_memory(vocabulary, n_trees, max_tokens):
+    """Peak memory of one optimiser step of the actor, in MB, without what weights, gradients and Adam's moments take;
+    beside it, the usual way's logits of all trained tokens in float32, without their softmax and gradient."""
+    from transformers import AutoModelForCausalLM
+    from train_actor import Policy, dapo_loss
+    from train_critic import load_model, make_optimizer, optimizer_step, pack
+    forest, tiny = solution_forest(n_trees, 10, 8, "actions"), solution_forest(1, 1, 1, "actions")
+    with tempfile.TemporaryDirectory() as folder, one_rank() as world:
+        bench_model(folder, vocab_size=vocabulary, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+                    num_attention_heads=2, num_key_value_heads=2)
+        policy = load_model(AutoModelForCausalLM, folder, world, wrap=Policy)
+        optimizer = make_optimizer(policy)
+
+        def step(forest):
+            rows = [row for group in pack(forest, max_tokens) for row in group]
+            n_pairs = sum(len(row.nodes) for row in rows)
+            optimizer_step(policy, optimizer, rows, lambda row, weight:
+                           dapo_loss(policy(row, world.device), torch.ones(len(row.nodes)), 0.3).sum() / n_pairs,
+                           1e-4, 1.0, world)
+            return rows
+
+        step(tiny)  # brings the moments, and what the libraries keep, into memory
+        # between steps there are weights and moments, but no gradients
+        before = memory("VmRSS") + sum(4 * p.numel() for p in policy.parameters())
+        rows = step(forest)
+        trained = sum(int((row.end - row.begin).sum()) for row in rows)
+        return side_by_side((memory("VmHWM") - before) / 1e6, 4 * trained * vocabulary / 1e6)
+
+
+def bench_scaling():
+    """Tokens that go through the model for each pair as solutions get longer: counted, not timed. A row for each pair
+    holds its whole path, so they grow with the number of steps; a tree's do not."""
+    from train_critic import pack
+    counts = {}
+    for n_steps in (5, 10, 20, 40):
+        forest = solution_forest(1, n_steps, 8, "actions")
+        n_pairs = len(forest[0].wanted)
+        counts[f"tokens a pair, {n_steps} steps"] = side_by_side(
+            sum(len(row.tokens) for group in pack(forest, 16384) for row in group) / n_pairs,
+            sum(ids.numel() for _, ids in row_each(forest)) / n_pairs)
+    return counts
+
+
+def bare_generate(llm, jobs):
+    """vLLM's own call, beginning with an empty prefix cache. jobs: [(request, n, seed), ...]."""
+    from vllm import SamplingParams
+    llm.reset_prefix_cache()
+    return llm.generate([{"prompt_token_ids": request.prompt + request.steps} for request, _, _ in jobs],
+                        [SamplingParams(n=n, max_tokens=request.max_tokens, seed=seed, detokenize=False)
+                         for request, n, seed in jobs], use_tqdm=False)
+
+
+def count_tokens(llm, requests):
+    """-> tokens sampled, tokens of the prompts, those of them that were computed, not found in the prefix cache."""
+    # vLLM reports the cached tokens of one of n completions alone. It gives the j-th the seed plus j, so these are the
+    # same completions.
+    outputs = bare_generate(llm, [(request, 1, request.engine_seed() + j)
+                                  for request in requests for j in range(request.n)])
+    prompts = sum(len(output.prompt_token_ids) for output in outputs)
+    return (sum(len(output.outputs[0].token_ids) for output in outputs), prompts,
+            prompts - sum(output.num_cached_tokens for output in outputs))
+
+
+def labelling_requests(run, sampler, roots):
+    """Sample solutions and select six -> (the requests that label.py makes of them, the usual way's: every state of
+    every selected solution, the root too)."""
+    from dataclasses import replace
+    from generate import sample
+    from label import Tree
+    settings = {"completions": 16, "max_tokens": 64, "temperature": 1.0, "top_p": 1.0, "seed": 0}
+    ours, usual = [], []
+    for root, solutions in sample(sampler, roots, "solutions"):
+        tree = Tree({**root.record, "solutions": solutions}, sampler.tokenizer, 6, 0)
+        requests = list(tree.requests(settings))
+        ours += requests
+        for request in [replace(root, record={"state": 0}, n=settings["completions"]), *requests]:
+            usual += [replace(request, name=f"{request.name}/{i}")
+                      for i in range(tree.nodes[request.record["state"]]["visits"])]
+    return ours, usual
+
+
+def bench_label(run, n_problems, repetitions):
+    """Labelling the toy's states with the paper's numbers, 32 solutions a problem, 6 of them selected, 16 completions a
+    state: as label.py does it, against completing every state of every selected solution without a prefix cache. And
+    generate.sample(), which grades, against LLM.generate on the same requests.
+
+    (The toy's solutions have many states in common. Where they have none, what is saved is the root and the prefixes.)
+    """
+    from generate import Request, Sampler, load_problems, load_tokenizer, render_prompt, sample
+    run, roots = Path(run), []
+    tokenizer = load_tokenizer(run / "policy")
+    for problem in load_problems(run / "problems.jsonl")[:n_problems]:
+        text, ids = render_prompt(tokenizer, problem)
+        roots.append(Request(f"generate/{problem['id']}", {**problem, "prompt": text, "prompt_ids": ids}, problem, ids,
+                             [], 32, 64))
+    sampler = Sampler(run / "policy", roots, argparse.Namespace(seed=0, tensor_parallel=1, gpu_memory=0.9))
+    ours, usual = labelling_requests(run, sampler, roots)
+    sampled, _, computed = count_tokens(sampler.llm, ours)
+    usual_sampled, usual_prompts, _ = count_tokens(sampler.llm, usual)
+
+    def graded():
+        sampler.llm.reset_prefix_cache()
+        return list(sample(sampler, ours, "label"))
+
+    def bare():
+        return bare_generate(sampler.llm, [(request, request.n, request.engine_seed()) for request in ours])
+
+    milliseconds, _ = alternate(graded, bare, repetitions, time.perf_counter)
+    sampler.close()
+    states = n_problems + len(ours)
+    return {"completions a state": side_by_side(sum(r.n for r in ours) / states, sum(r.n for r in usual) / states),
+            "tokens sampled a state": side_by_side(sampled / states, usual_sampled / states),
+            "prompt tokens computed a state": side_by_side(computed / states, usual_prompts / states),
+            "tokens a state": side_by_side((sampled + computed) / states, (usual_sampled + usual_prompts) / states),
+            "ms, sample() and LLM.generate": side_by_side(*milliseconds)}
+
+
+def print_table(results):
+    """All numbers: {name: {what: side_by_side(ours, usual)}}."""
+    print(f"\n{'':14}{'':32}{'ours':>12}{'usual way':>14}{'usual/ours':>12}")
+    for name, measures in results.items():
+        for what, row in measures.items():
+            print(f"{name:14}{what:32}{row['ours']:12,.1f}{row['usual']:14,.1f}{row['ratio']:12.2f}")
+            name = ""
+    print("peak memory: of an actor's step, without weights, gradients and moments; usual way: float32 logits of all "
+          "its\ntokens, nothing else. sample() grades, LLM.generate does not.")
+
+
+def bench(run, seed, json_file):
+    """Measure everything, each part in a process of its own; print a line for each part as it is done, the table
+    last."""
+    if not (run / "policy").exists():
+        make_toy(run, seed, n_problems=768, n_test=512)
+    results = {}
+    for name, headline, *call in (("actor", "ms", bench_actor, 1, 10, 8, 3),
+                                  ("actor-small", "ms", bench_actor, 2, 3, 2, 5),
+                                  ("critic", "ms", bench_critic, 5, 10, 3),
+                                  ("score", "ms", bench_score, 1, 10, 8, 3),
+                                  ("label", "tokens a state", bench_label, str(run), 8, 7)):
+        results[name] = run_alone(*call)
+        print(f"BENCH {name} {results[name][headline]['ratio']:.1f}x", flush=True)
+    results["peak memory"] = {}
+    for vocabulary in (1_000, 10_000, 50_000, 150_000):
+        results["peak memory"][f"MB, vocabulary {vocabulary:,}"] = run_alone(bench_memory, vocabulary, 2, 8192)
+    for n_trees in (1, 4, 16):
+        results["peak memory"][f"MB, {n_trees} x the nodes"] = run_alone(bench_memory, 1_000, n_trees, 4096)
+    results["scaling"] = bench_scaling()
+    print_table(results)
+    if json_file:
+        json_file.write_text(json.dumps(results, indent=2) + "\n")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # The stress run
 
 # what a stage writes, and what it may find half-written: a file or folder that was not renamed yet
@@ -1938,14 +2294,18 @@ def stress(run, seed, kills=5):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("command", nargs="?", default="demo", choices=["demo", "stress"],
-                        help="stress: kill every stage at random moments and compare (default: %(default)s)")
-    parser.add_argument("--run", type=Path, help="the run folder (default: runs/toy, runs/stress)")
+    parser.add_argument("command", nargs="?", default="demo", choices=["demo", "bench", "stress"],
+                        help="bench: measure; stress: kill every stage at random moments (default: %(default)s)")
+    parser.add_argument("--run", type=Path, help="the run folder (default: runs/toy; of stress: runs/stress)")
     parser.add_argument("--seed", type=int, default=0,
                         help="of the toy, its policy and all stages (default: %(default)s)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="where bench writes all its numbers")
     args = parser.parse_args()
-    run = args.run or HERE / "runs" / {"demo": "toy"}.get(args.command, args.command)
-    {"demo": demo, "stress": stress}[args.command](run, args.seed)
+    run = args.run or HERE / "runs" / ("stress" if args.command == "stress" else "toy")
+    if args.command == "bench":
+        bench(run, args.seed, args.json)
+    else:
+        {"demo": demo, "stress": stress}[args.command](run, args.seed)
 
 
 if __name__ == "__main__":

@@ -225,8 +225,13 @@ def tree_attention(module, query, key, value, attention_mask, scaling=None, tree
         return out.transpose(1, 2), None
     repeats = query.shape[1] // key.shape[1]
     key, value = (x.repeat_interleave(repeats, 1) if repeats > 1 else x for x in (key, value))
-    blocks = [F.scaled_dot_product_attention(q, key[:, :, keys], value[:, :, keys], attn_mask=mask, scale=scaling)
-              for q, (keys, mask) in zip(query.split(PAD_TO, dim=2), tree)]
+    # The blocks' keys are gathered at once, so that the backward pass adds them up at once, not over the whole row for
+    # each block.
+    keys, masks = zip(*tree)
+    gathered, sizes = torch.cat(keys), [len(block) for block in keys]
+    key, value = (x.index_select(2, gathered).split(sizes, dim=2) for x in (key, value))
+    blocks = [F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scaling)
+              for q, k, v, mask in zip(query.split(PAD_TO, dim=2), key, value, masks)]
     return torch.cat(blocks, dim=2).transpose(1, 2), None
 
 
