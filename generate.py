@@ -1438,27 +1438,34 @@ def sample(sampler, requests, title):
     """
     right = total = tokens = 0
     started, grading = time.time(), deque()
+
+    def judge(request, outputs):
+        completions = []
+        for output in outputs:
+            ids = list(output.token_ids)
+            text = decode(sampler.tokenizer, request.steps + ids)
+            reward = grade(request.problem, text) if output.finish_reason == "stop" else 0.0
+            completions.append({"text": text, "ids": ids, "reward": reward, "finish": output.finish_reason})
+        return completions
+
     with grading_pool() as pool, progress_bar(len(requests), title) as bar:
 
         def graded():
             nonlocal right, total, tokens
-            request, completions, rewards = grading.popleft()
-            for completion, reward in zip(completions, rewards):
-                completion["reward"] = reward.result()
-                right, total, tokens = right + completion["reward"], total + 1, tokens + len(completion["ids"])
+            request, parts = grading.popleft()
+            completions = [completion for part in parts for completion in part.result()]
+            right += sum(completion["reward"] for completion in completions)
+            total, tokens = total + len(completions), tokens + sum(len(completion["ids"]) for completion in completions)
             bar.set_postfix_str(f"{right / total:.1%} right, {tokens / (time.time() - started):,.0f} tokens/s",
                                 refresh=False)
             bar.update()
             return request, completions
 
         for request, outputs in sampler.stream(requests):
-            completions = [{"text": decode(sampler.tokenizer, request.steps + list(output.token_ids)),
-                            "ids": list(output.token_ids), "reward": 0.0, "finish": output.finish_reason}
-                           for output in outputs]
-            rewards = [pool.submit(grade, request.problem, c["text"]) if c["finish"] == "stop" else pool.submit(float)
-                       for c in completions]
-            grading.append((request, completions, rewards))
-            while grading and all(reward.done() for reward in grading[0][2]):
+            # code takes long enough for every completion to have a thread of its own
+            parts = [[output] for output in outputs] if is_code(request.problem["answer"]) else [outputs]
+            grading.append((request, [pool.submit(judge, request, part) for part in parts]))
+            while grading and all(part.done() for part in grading[0][1]):
                 yield graded()
         while grading:
             yield graded()
