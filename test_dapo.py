@@ -2246,6 +2246,8 @@ def fingerprint(run, names):
 
 def leave_wreckage(run, stage, rng):
     """What a kill between write and rename, or in the middle of a line, leaves behind."""
+    if not (run / f"{stage}.json").exists():
+        return  # it was killed before it wrote anything
     for name in STRESSED[stage][1]:
         wreck = run / name
         if "." in name.removesuffix(".tmp") and "ckpt" not in name:
