@@ -425,7 +425,8 @@ _math_workers = MathWorkers()
 # ---------------------------------------------------------------------------------------------------------------------
 # Grading code: every program runs alone in a sandbox, and is judged outside it
 
-CODE_SECONDS = 6           # of processor time for a program's run on one test; twice that by the clock
+CODE_SECONDS = 6           # of processor time for a program's run on one test ...
+CODE_CLOCK = 3             # ... and so many times that by the clock, since cores are shared
 CODE_MEMORY = 2 * 2 ** 30  # bytes of each process
 CODE_PROCESSES = 16        # and threads
 CODE_STACK = 2 ** 26       # bytes, for deep recursion
@@ -570,14 +571,14 @@ def run_asserts(tests, code):
 
 
 class Program:
-    """A Python program in a sandbox, killed after `seconds` of processor time or twice that by the clock."""
+    """A Python program in a sandbox, killed after `seconds` of processor time, or CODE_CLOCK times that by the clock."""
 
     def __init__(self, source, seconds, stdin=subprocess.PIPE, stdout=subprocess.PIPE):
         if "\0" in source or len(source.encode(errors="replace")) > CODE_BYTES:
             raise Failed
         self.process = subprocess.Popen(sandbox(source, seconds), stdin=stdin, stdout=stdout, stderr=subprocess.PIPE,
                                         env={"PATH": os.environ["PATH"]})
-        self.timer = self.kill_after(2 * seconds)
+        self.timer = self.kill_after(CODE_CLOCK * seconds)
 
     def kill_after(self, seconds):
         timer = threading.Timer(seconds, self.kill)
@@ -598,7 +599,7 @@ class Program:
 
     def ask(self, message):
         """Send a message to serve() or check() and wait for its answer, both a line of JSON."""
-        timer = self.kill_after(2 * CODE_SECONDS)
+        timer = self.kill_after(CODE_CLOCK * CODE_SECONDS)
         try:
             self.process.stdin.write(json.dumps(message).encode() + b"\n")
             self.process.stdin.flush()

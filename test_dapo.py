@@ -1148,11 +1148,12 @@ def test_hostile_code_is_wrong_on_time_and_leaves_nothing(monkeypatch, tmp_path,
         code = code.replace("PORT", str(server.getsockname()[1]))
         started = time.time()
         assert verdict(ADD, f"{mark}\n{code}") == 0.0
-        assert time.time() - started < 10
+        assert time.time() - started < 20
         server.settimeout(0.1)
         with pytest.raises(TimeoutError):
             server.accept()
     assert processes(mark) == 0 and not (tmp_path / "evil").exists()
+    monkeypatch.undo()
     assert verdict(ADD, RIGHT) == 1.0, "the next program is unharmed"
 
 
