@@ -19,6 +19,7 @@ import ast
 import base64
 import builtins
 import contextlib
+import ctypes
 import functools
 import gzip
 import hashlib
@@ -1292,11 +1293,18 @@ def decode(tokenizer, ids):
 # ---------------------------------------------------------------------------------------------------------------------
 # Sampling: vLLM, one engine a rank
 
+def die_with_launcher():
+    """Have this rank killed when torchrun is: it would go on alone, and write beside the ranks of the next try."""
+    if "LOCAL_RANK" in os.environ:
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
 class Team:
     """The ranks of one torchrun launch, each with an engine on its own GPUs. They meet through torchrun's key-value
     store alone, since torch.distributed belongs to vLLM while it samples."""
 
     def __init__(self, gpus_per_rank):
+        die_with_launcher()
         self.rank, self.size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
         if "LOCAL_RANK" in os.environ:  # must come before CUDA starts
             first = int(os.environ["LOCAL_RANK"]) * gpus_per_rank

@@ -1587,6 +1587,7 @@ def test_sampling_goes_on_after_sigkill_with_other_ranks(toy, small, tmp_path):
     run = copy_of(small, tmp_path / "run", "policy", "problems.jsonl")
     for command, name in zip(toy_commands(run, 0)[:2], ("solutions.jsonl", "completions.jsonl")):
         run_script(command, ranks=2, kill_when=lambda: lines_in_shards(run / name) >= 10)
+        assert processes(str(run)) == 0, "torchrun alone was killed, and its ranks died with it"
         parts = [read_whole_lines(part) for part in run.glob(f"{name}.part-*")]
         assert 10 <= sum(map(len, parts)) and len(set(itertools.chain(*parts))) == sum(map(len, parts))
         with open(next(run.glob(f"{name}.part-*")), "ab") as part:

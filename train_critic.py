@@ -45,9 +45,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from transformers import AttentionInterface, AutoConfig, AutoModelForTokenClassification
 
-from generate import (UserError, add_run_flags, cut_log, file_hash, find_model, finish_stage, load_tokenizer,
-                      model_hash, positive, print_complete, progress_bar, read_jsonl, render_prompt, run_stage,
-                      stage_record, start_stage)
+from generate import (UserError, add_run_flags, cut_log, die_with_launcher, file_hash, find_model, finish_stage,
+                      load_tokenizer, model_hash, positive, print_complete, progress_bar, read_jsonl, render_prompt,
+                      run_stage, stage_record, start_stage)
 
 PAD_TO = 128  # rows are padded to a multiple of this many tokens: the block size of the attention
 
@@ -252,6 +252,7 @@ class World:
     """The ranks that train together: torchrun's, or one under plain python."""
 
     def __init__(self):
+        die_with_launcher()
         cuda = torch.cuda.is_available()
         backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
         if "RANK" in os.environ:
