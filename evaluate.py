@@ -14,9 +14,9 @@ GPUs:    torchrun --nproc-per-node 8 -- evaluate.py --run runs/math --test math_
 Interrupted? Run the same command again: it goes on with the answers that are missing.
 """
 import argparse
-import json
 import math
 from collections import defaultdict
+from pathlib import Path
 
 import numpy as np
 from transformers import AutoModelForTokenClassification
@@ -205,35 +205,35 @@ def stage_costs(run):
     as the paper counts: FLOPs = N_model (2 N_infer + 6 N_train), in tokens (Appendix E; recomputing is left out).
 
     The paper's way is what the same data would have cost if every state of every selected solution were completed and
-    every state and (state, action) had a row of its own. Stages that have not run, or not here, are left out.
+    every state and (state, action) had a row of its own. Stages that have not run here are left out. evaluate's models
+    count as the policy does.
     """
-    records = {path.stem: json.loads(path.read_text()) for path in run.glob("*.json") if path.stem != "report"}
+    records = {stage: stage_record(run, stage) for stage in ("generate", "label", "train_critic", "train_actor")
+               if (run / f"{stage}.json").exists()}
     summary = {stage: record["summary"] for stage, record in records.items() if "summary" in record}
-    if not {"generate", "label"} <= summary.keys():
+    policy, rows = Path(records.get("generate", {}).get("model", "")), []
+    if not policy.is_dir() or "forecast" not in records.get("label", {}):
         return []
-    policy, critic, rows = find_model(records["generate"]["model"]), run / "critic", []
 
     def add(stage, model, ours, theirs=None):
         flops = [model_size(model) * (2 * inferred + 6 * trained) for inferred, trained in (ours, theirs or ours)]
         rows.append({"stage": stage, "parameters": model_size(model), "inferred": ours[0], "trained": ours[1],
                      "FLOPs": flops[0], "paper's way": flops[1]})
 
-    def computed(stage):
+    def inferred(stage):
         took = bill(run, stage)
         return took["tokens sampled"] + took["prompt tokens computed"]
 
-    add("generate", policy, (computed("generate"), 0))
-    expected, sampled = records["label"]["forecast"], summary["label"]["tokens sampled"]
-    more = expected["sampled, every state"] / max(expected["sampled"], 1)
-    add("label", policy, (computed("label"), 0), (round(sampled * more) + expected["prompt, every state"], 0))
-    for stage, model, unit in (("train_critic", critic, "states"), ("train_actor", policy, "pairs")):
+    add("generate", policy, (inferred("generate"), 0))
+    expected, sampled = records["label"]["forecast"], bill(run, "label")["tokens sampled"]
+    more = expected["sampled, every state"] - expected["sampled"] + expected["prompt, every state"]
+    add("label", policy, (inferred("label"), 0), (round(sampled + more), 0))
+    for stage, model in (("train_critic", run / "critic"), ("train_actor", policy)):
         if stage in summary and model.is_dir():
             took = summary[stage]
-            own = took[f"tokens trained on, with a row for each of the {unit}"]
-            # the critic values every node once, and pi_ref's log-probs are needed of every pair once
-            scored = took.get("tokens scored, with a row for each node", own // records[stage]["settings"]["epochs"])
-            add(stage, model, (took["tokens scored"], took["tokens trained on"]), (scored, own))
-    add("evaluate", policy, (computed("evaluate"), 0))
+            add(stage, model, (took["tokens scored"], took["tokens trained on"]),
+                (took["tokens scored, a row each"], took["tokens trained on, a row each"]))
+    add("evaluate", policy, (inferred("evaluate"), 0))
     return rows
 
 

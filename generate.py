@@ -50,6 +50,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # read when torch is imported
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # is_available() must not start CUDA before vLLM forks
 
 MATH_SYSTEM = "Please reason step by step, one step a line, and put your final answer within \\boxed{}."
 CODE_SYSTEM = "Please solve the problem in Python. Give the whole code, in one block fenced by ```python and ```."
@@ -572,7 +573,7 @@ def run_asserts(tests, code):
 
 
 class Program:
-    """A Python program in a sandbox, killed after `seconds` of processor time, or CODE_CLOCK times that by the clock."""
+    """A Python program in a sandbox, killed after `seconds` of processor time, CODE_CLOCK times that by the clock."""
 
     def __init__(self, source, seconds, stdin=subprocess.PIPE, stdout=subprocess.PIPE):
         if "\0" in source or len(source.encode(errors="replace")) > CODE_BYTES:
@@ -1185,13 +1186,21 @@ def start_stage(run, stage, settings, inputs, outputs, overwrite):
 
 
 def cut_log(run, stage, done=0):
-    """Take a stage's lines after step `done` out of RUN/log.jsonl, and a torn last line."""
+    """Take a stage's lines after step `done` out of RUN/log.jsonl, and torn ones."""
     path = run / "log.jsonl"
     if path.exists():
-        whole = [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+        kept = [line for line in read_log(run) if line["stage"] != stage or line.get("step", math.inf) <= done]
         with whole_file(path) as file:
-            file.writelines(json.dumps(line) + "\n" for line in whole
-                            if line["stage"] != stage or line.get("step", math.inf) <= done)
+            file.writelines(json.dumps(line) + "\n" for line in kept)
+
+
+def read_log(run):
+    """The lines of RUN/log.jsonl, without those that an interruption tore."""
+    lines = []
+    for text in (run / "log.jsonl").read_text().splitlines() if (run / "log.jsonl").exists() else []:
+        with contextlib.suppress(ValueError):
+            lines.append(json.loads(text))
+    return lines
 
 
 def finish_stage(run, stage, summary, **more):
@@ -1258,10 +1267,10 @@ def model_hash(folder):
 
 @functools.cache
 def model_size(folder):
-    """The number of a model's parameters, from the headers of its weights."""
+    """The number of a model's parameters, from the headers of its weights; tied ones count once."""
     from safetensors import safe_open
     size = 0
-    for path in folder.glob("*.safetensors"):
+    for path in list(folder.glob("model*.safetensors")) or folder.glob("*.safetensors"):
         with safe_open(path, "pt") as weights:
             size += sum(math.prod(weights.get_slice(name).get_shape()) for name in weights.keys())
     return size
@@ -1397,7 +1406,7 @@ class Sampler:
                     yield running.pop(output.request_id), output.outputs
 
     def counts(self):
-        """What this engine has done since its process began: {name in log.jsonl: tokens}."""
+        """What this engine has done since it started: {name in log.jsonl: tokens}."""
         return {name: metric.value for metric in self.llm.get_metrics() for name, counter in COUNTERS.items()
                 if metric.name == counter}
 
@@ -1410,14 +1419,13 @@ class Sampler:
 
 
 def cache_block():
-    """How many tokens vLLM's prefix cache finds or misses together."""
+    """How many tokens vLLM's prefix cache finds or misses together (on GPUs: its default for most models)."""
     import torch
     return 16 if torch.cuda.is_available() else 32
 
 
 def start_engine(folder, length, args):
     """vLLM's LLM for contexts of up to `length` tokens."""
-    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # is_available() must not start CUDA before vLLM forks
     import torch
     options = {"dtype": "bfloat16", "gpu_memory_utilization": args.gpu_memory}
     if not torch.cuda.is_available():
@@ -1488,23 +1496,29 @@ def logged(results, sampler, path, **names):
         line = {**names, "requests": requests, **{name: now[name] - before[name] for name in now},
                 "seconds": round(clock - since, 2)}
         with open(path, "a") as file:
-            file.write(json.dumps(line) + "\n")
+            file.write("\n" * torn(path) + json.dumps(line) + "\n")
         before, since, requests = now, clock, 0
 
     before, since, requests = sampler.counts(), time.time(), 0
-    for result in results:
-        yield result
-        requests += 1
-        if time.time() - since > 10:
-            write()
-    write()
+    try:
+        for result in results:
+            yield result
+            requests += 1
+            if time.time() - since > 10:
+                write()
+    finally:
+        write()
+
+
+def torn(path):
+    """Whether a file ends in the middle of a line."""
+    return path.exists() and path.read_bytes()[-1:] not in (b"", b"\n")
 
 
 def bill(run, stage):
     """The tokens that a sampling stage has sampled, and the prompt tokens that it computed and found in the cache, over
-    all tries and ranks: the sums of its lines in log.jsonl (a killed try's last ten seconds are missing)."""
-    path = run / "log.jsonl"
-    lines = [line for _, line in read_jsonl(path) if line["stage"] == stage] if path.exists() else []
+    all tries and ranks: the sums of its lines in log.jsonl (what a killed try did after its last line is missing)."""
+    lines = [line for line in read_log(run) if line["stage"] == stage]
     sampled, prompt, cached = (sum(line[name] for line in lines) for name in COUNTERS)
     return {"tokens sampled": sampled, "prompt tokens computed": prompt - cached,
             "prompt tokens from the cache": cached}

@@ -246,17 +246,18 @@ def main():
     requests = [request for tree in trees for request in tree.requests({**settings, **limits})]
     expected = forecast(trees, args.completions)
     if team.rank == 0:
-        print(f"to sample: {len(requests):,} states x {args.completions} completions, about {expected['sampled']:,.0f} "
-              f"tokens, and to compute about {expected['prompt']:,} prompt tokens", flush=True)
+        print(f"to sample in all: {len(requests):,} states x {args.completions} completions, about "
+              f"{expected['sampled']:,.0f} tokens, and to compute about {expected['prompt']:,} prompt tokens",
+              flush=True)
     sample_stage("label", [(folder, requests)], completions, ["id", "state"], "completions", args, team,
                  keep=("ids", "reward", "finish"))
     if team.rank == 0:
-        passes = sum(tree.nodes[state]["visits"] for tree in trees for state in [0, *tree.states])
+        on_paths = sum(tree.nodes[state]["visits"] for tree in trees for state in [0, *tree.states])
         counts, took = write_trees(trees, completions, output), bill(args.run, "label")
         errors = [f"{took[what] / max(expected[name], 1) - 1:+.1%}"
                   for what, name in (("tokens sampled", "sampled"), ("prompt tokens computed", "prompt"))]
         finish_stage(args.run, "label", {
-            "problems": len(trees), "states on the selected solutions": passes, "states completed": len(requests),
+            "problems": len(trees), "states on the selected solutions": on_paths, "states completed": len(requests),
             **counts, **took, "against the forecast": f"sampled {errors[0]}, prompt tokens computed {errors[1]}"},
             trees=file_hash(output), forecast=expected)
 

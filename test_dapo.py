@@ -504,6 +504,7 @@ def test_the_block_mask_for_gpus_is_the_same_mask():
             assert torch.equal(create_mask(mask.mask_mod, 1, 1, n, n, device="cpu")[0, 0], dense)
             blocks = dense.view(n // 128, 128, n // 128, 128).any(3).any(1)
             assert torch.equal(mask.to_dense()[0, 0].bool(), blocks)
+            assert torch.equal(mask.q_num_blocks[0, 0], blocks.sum(0)), "what the backward pass goes over"
             query, key, value = torch.randn(3, 1, 2, n, 16)
             close_to = torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=dense)
             assert close(flex_attention(query, key, value, block_mask=mask), close_to)
@@ -519,6 +520,8 @@ def test_the_ranks_get_even_shares():
             assert sorted(id(row) for hand in hands for row, weight in hand if weight) == sorted(map(id, rows))
             assert len({len(hand) for hand in hands}) == 1
             assert imbalance(rows, ranks) * sum(sizes) / ranks <= max(sizes)
+            loads = [sum(len(row.tokens) for row, weight in hand if weight) for hand in hands]
+            assert sum(sizes) / ranks - min(loads) <= max(sizes)
 
 
 def test_the_bill_counts_a_row_for_each_node():
@@ -2267,6 +2270,7 @@ def stress(run, seed, kills=5):
     """Kill every stage `kills` times at random moments (SIGKILL to all its processes), leave half-written files about, and
     run it again, each time with one or two ranks: the outputs must be those of an undisturbed run."""
     rng, commands = random.Random(seed), {}
+    shutil.rmtree(run, ignore_errors=True)
     make_toy(run, seed, n_problems=SMALL, n_test=SMALL)
     for command in toy_commands("{run}", seed, epochs=10):
         stage = command.split(".py")[0]
@@ -2290,8 +2294,10 @@ def stress(run, seed, kills=5):
                 killed += 1
                 leave_wreckage(again, stage, rng)
             except AssertionError:  # it ended before it could be killed
+                run_script(command.format(run=again))  # fails unless it is complete
                 outputs = STRESSED[stage][0]
                 assert fingerprint(again, outputs) == fingerprint(run, outputs), f"{stage}: not as undisturbed: {again}"
+                assert "summary" in json.loads((again / f"{stage}.json").read_text()), f"{stage}: not finished: {again}"
                 shutil.rmtree(again)
         print(f"{stage}: killed {killed} times, and the same outputs in the end", flush=True)
 

@@ -36,7 +36,7 @@ from generate import (UserError, add_run_flags, file_hash, find_model, finish_st
 from train_critic import (Checkpoint, Log, Steps, World, add_training_flags, check_not_overwritten, check_trees, deal,
                           forward_row, imbalance, learning_rate, load_model, load_values, make_batches, make_optimizer,
                           optimizer_step, pack, quiet_libraries, read_trees, remove_checkpoints, save_model,
-                          save_values, saved_dtype, training_bill, training_settings)
+                          save_values, saved_dtype, tokens_of_nodes, training_bill, training_settings)
 
 CHUNK = 1024        # tokens whose logits exist at one time
 DRIFT_STATES = 128  # filtered-out states on which the drift is measured ...
@@ -275,7 +275,8 @@ def train(args, world, folder, values, made_from):
     dtype = getattr(torch, args.save_dtype) if args.save_dtype else saved_dtype(folder)
     save_model(policy.lm, AutoModelForCausalLM, args.run / "actor", dtype, folder, world)
     return {**counts, "steps": step + 1, **line,
-            **training_bill(args.run, "train_actor", "pairs", steps, groups + drift_groups)}
+            **training_bill(args.run, "train_actor", "pairs", steps, groups + drift_groups),
+            "tokens scored, a row each": tokens_of_nodes(steps)}
 
 
 def parse_args():

@@ -46,8 +46,8 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from transformers import AttentionInterface, AutoConfig, AutoModelForTokenClassification
 
 from generate import (UserError, add_run_flags, cut_log, die_with_launcher, file_hash, find_model, finish_stage,
-                      load_tokenizer, model_hash, positive, print_complete, progress_bar, read_jsonl, render_prompt,
-                      run_stage, stage_record, start_stage)
+                      load_tokenizer, model_hash, positive, print_complete, progress_bar, read_jsonl, read_log,
+                      render_prompt, run_stage, stage_record, start_stage)
 
 PAD_TO = 128  # rows are padded to a multiple of this many tokens: the block size of the attention
 
@@ -154,10 +154,9 @@ def lay_out(parts):
 def pack(trees, max_tokens, max_nodes=math.inf):
     """Pack trees into rows of at most max_tokens tokens (padding aside) -> groups of rows: list[list[Row]].
 
-    Trees share a row until it has max_nodes scored nodes, so that a row need not be larger than a batch.
-
-    Small trees share a row; a tree that outgrows a row is cut over the rows of one group. An optimiser step takes whole
-    groups, so that all actions of a state are in the same batch.
+    Small trees share a row, until it has max_nodes scored nodes, so that a row need not be larger than a batch; a tree
+    that outgrows a row is cut over the rows of one group. An optimiser step takes whole groups, so that all actions of
+    a state are in the same batch.
     """
     groups, open_parts, used, nodes = [], [], 0, 0
     for steps in trees:
@@ -405,9 +404,7 @@ class Log:
 
     def lines(self):
         """This stage's lines so far."""
-        if not self.path.exists():
-            return []
-        return [line for _, line in read_jsonl(self.path) if line["stage"] == self.stage]
+        return [line for line in read_log(self.path.parent) if line["stage"] == self.stage]
 
     def write(self, step, **numbers):
         if self.world.rank == 0:
@@ -458,8 +455,8 @@ def deal(rows, ranks):
 
 
 def imbalance(rows, ranks):
-    """How much more than the even share the rank with the most tokens gets in one optimiser step: 0.1 is 10%. It is
-    at most one row's tokens more."""
+    """How much more than the even share the rank with the most tokens gets in one optimiser step: 0.1 is 10%. At most
+    one row's tokens."""
     loads = [sum(len(row.tokens) for row, weight in hand if weight) for hand in deal(rows, ranks)]
     return max(loads) * ranks / sum(loads) - 1
 
@@ -477,16 +474,17 @@ def tokens_of_nodes(all_steps):
 
 def training_bill(run, stage, unit, all_steps, scored):
     """What a training took, for its summary: tokens in rows, padding included, beside those that one row for each
-    state (or pair) would have held; the latter for as many passes as were made.
+    state (or pair) would have held in as many passes. (Left out: what a killed try did after its last checkpoint, and
+    the measurements on held-out states on the way.)
 
     unit: what log.jsonl counts, "states" or "pairs". all_steps: what was trained on. scored: groups of rows that were
     scored once.
     """
-    lines = [line for _, line in read_jsonl(run / "log.jsonl") if line["stage"] == stage]
+    lines = [line for line in read_log(run) if line["stage"] == stage]
     all_steps = list(all_steps)
     passes = sum(line[unit] for line in lines) / sum(len(steps.wanted) for steps in all_steps)
     return {"tokens trained on": sum(line["tokens"] for line in lines),
-            f"tokens trained on, with a row for each of the {unit}": round(passes * tokens_of_nodes(all_steps)),
+            "tokens trained on, a row each": round(passes * tokens_of_nodes(all_steps)),
             "tokens scored": sum(len(row.tokens) for group in scored for row in group),
             "imbalance between ranks": max(line["imbalance"] for line in lines)}
 
@@ -821,7 +819,7 @@ def main():
         finish_stage(args.run, "train_critic", {
             "nodes scored": len(values), "mean V": values.mean().item(), "held-out states": 0, **numbers,
             **training_bill(args.run, "train_critic", "states", training, groups),
-            "tokens scored, with a row for each node": tokens_of_nodes(steps for steps, _ in tree_steps(True))},
+            "tokens scored, a row each": tokens_of_nodes(steps for steps, _ in tree_steps(every_node=True))},
                      calibration=table, critic=model_hash(critic))
         remove_checkpoints(critic)
         print("  calibration: " + "  ".join(f"{row['V']:.2f}->{row['Monte-Carlo']:.2f} ({row['states']})"
