@@ -2238,10 +2238,13 @@ STRESSED = {"generate": (["solutions.jsonl"], ["solutions.jsonl.tmp", "problems.
 
 
 def fingerprint(run, names):
-    """Hashes of a stage's outputs. Of folders the weights; of a report the numbers, not the paths and the costs."""
+    """What a stage's outputs hold: of folders the weights, of a report the numbers, not the paths and the costs."""
     def content(path):
         if path.is_dir():
             return model_hash.__wrapped__(path)
+        if path.suffix == ".safetensors":  # of equal tensors the metadata may stand in another order
+            from safetensors.torch import load_file
+            return {name: tensor.numpy().tobytes() for name, tensor in load_file(path).items()}
         if path.name != "report.json":
             return file_hash(path)
         models = json.loads(path.read_text())["models"]
