@@ -332,7 +332,8 @@ def same_value(gold, answer):
 
 
 def parse_answer(text):
-    """A LaTeX answer as math-verify's parser understands it, letters with their case. Raises where it doesn't."""
+    """A LaTeX answer as math-verify's parser understands it, letters with their case. Raises where it doesn't
+    understand all of it; math-verify's own parse() would look for a part that it does."""
     from latex2sympy2_extended import NormalizationConfig, latex2sympy, normalize_latex
     from latex2sympy2_extended.latex2sympy2 import ConversionConfig
     from math_verify.grader import should_treat_as_complex
@@ -373,18 +374,9 @@ def right_side(gold, answer):
 
 
 def guard_math_verify():
-    """Close three holes of math-verify: numbers are compared in their own scale, what is parsed is the whole text, and
-    two equations without solutions do not agree."""
-    from antlr4 import Token
-    from latex2sympy2_extended import latex2sympy2
+    """Close two holes of math-verify: numbers are compared in their own scale, and two equations without solutions do
+    not agree. (A third, that it takes the part of a text that it understands, is closed by parse_answer.)"""
     from math_verify import grader
-
-    class WholeParser(latex2sympy2.PSParser):
-        def math(self):
-            tree = super().math()
-            if self.getTokenStream().LA(1) != Token.EOF:
-                raise ValueError("only the beginning was understood")
-            return tree
 
     def numeric_eq(a, b, *precision, library=grader.sympy_numeric_eq):
         if isinstance(a, grader.MatrixBase):
@@ -400,7 +392,7 @@ def guard_math_verify():
             raise ValueError("no solution")
         return found
 
-    latex2sympy2.PSParser, grader.sympy_numeric_eq, grader.solve = WholeParser, numeric_eq, solve
+    grader.sympy_numeric_eq, grader.solve = numeric_eq, solve
 
 
 def close(a, b):
