@@ -645,10 +645,11 @@ def sandbox(source, seconds):
     return [*other_user, "bwrap", "--unshare-user", "--unshare-all", "--disable-userns", "--die-with-parent",
             "--as-pid-1", "--new-session", "--clearenv", *repeat("--setenv", variables.items()),
             *repeat("--ro-bind-try", zip(system, system)),
+            "--size", str(4 * FILE_BYTES), "--tmpfs", "/tmp", "--chdir", "/tmp",  # before a Python that lives there
             *repeat("--ro-bind", ((reachable + folder, folder) for folder in folders)),
             "--proc", "/proc", "--dev", "/dev", "--size", str(FILE_BYTES), "--tmpfs", "/dev/shm",
-            "--remount-ro", "/dev", "--size", str(4 * FILE_BYTES), "--tmpfs", "/tmp", "--chdir", "/tmp",
-            "--remount-ro", "/", "--", "choom", "--adjust=1000", "--",  # when memory is short, these go first
+            "--remount-ro", "/dev", "--remount-ro", "/", "--",
+            "choom", "--adjust=1000", "--",  # when memory is short, these go first
             "prlimit", f"--cpu={seconds}", f"--as={CODE_MEMORY}", f"--stack={CODE_STACK}:", f"--nproc={CODE_PROCESSES}",
             f"--fsize={FILE_BYTES}", "--nofile=128", "--core=0", "--",
             "sh", "-c", ALONE, "sh", os.path.realpath(sys.executable), "-c", source.encode(errors="replace")]
