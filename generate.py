@@ -625,7 +625,8 @@ class Program:
 
 def source_of(main):
     """The program that runs serve() or check() in a sandbox."""
-    return "\n".join([*map(inspect.getsource, (to_json, from_json, take_channel, main)), f"{main.__name__}()"])
+    sources = map(inspect.getsource, (to_json, from_json, take_channel, compare_shapes, main))
+    return "\n".join([*sources, f"{main.__name__}()"])
 
 
 def sandbox(source, seconds):
@@ -676,7 +677,7 @@ def check_sandbox():
         raise UserError("a simple program fails in the sandbox for code solutions: see \"Code\" in README.md") from None
 
 
-# The five functions below run inside the sandboxes. Their source is sent there, so they import what they need.
+# The six functions below run inside the sandboxes. Their source is sent there, so they import what they need.
 
 def to_json(value, other=None):
     """A value as JSON that keeps its Python type. other(value) is the JSON of what is no plain data."""
@@ -774,6 +775,14 @@ def serve():
         replies.flush()
 
 
+def compare_shapes():
+    """Have numpy.allclose compare shapes too: for numpy alone, an empty list is close to everything."""
+    import numpy
+    library = numpy.allclose
+    numpy.allclose = lambda a, b, *more, **named: (numpy.shape(a) == numpy.shape(b)
+                                                   and library(a, b, *more, **named))
+
+
 def check():
     """Run the test code that the first line brings. What it does with the solution goes out, a line each, and comes
     back as plain data or as a Remote object."""
@@ -822,11 +831,8 @@ def check():
 
     tests, space = json.loads(lines.readline()), {"__name__": "tests"}
     try:
-        if "allclose" in tests["tests"]:  # for numpy alone, an empty list is close to everything
-            import numpy
-            library = numpy.allclose
-            numpy.allclose = lambda a, b, *more, **named: (numpy.shape(a) == numpy.shape(b)
-                                                           and library(a, b, *more, **named))
+        if "allclose" in tests["tests"]:
+            compare_shapes()
         exec(tests["before"], space)
         for name in tests["names"]:
             try:
