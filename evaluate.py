@@ -83,7 +83,7 @@ def majority(answers):
 # ---------------------------------------------------------------------------------------------------------------------
 # Best of n
 
-def end_states(tokenizer, critic_tokenizer, problems, answers, system):
+def end_states(tokenizer, critic_tokenizer, problems, answers, system, delimiter):
     """The last state before each answer's end, as packing wants it -> ([Steps, ...], {id: [node number, ...]}, nodes).
     answers: {id: [answer, ...]}."""
     same = critic_tokenizer.get_vocab() == tokenizer.get_vocab()
@@ -91,7 +91,8 @@ def end_states(tokenizer, critic_tokenizer, problems, answers, system):
     for problem in problems:
         prompt, ids = render_prompt(tokenizer, problem, system)
         solutions = answers[problem["id"]]
-        tree = Tree({**problem, "prompt": prompt, "prompt_ids": ids, "solutions": solutions}, tokenizer, 0, 0)
+        tree = Tree({**problem, "prompt": prompt, "prompt_ids": ids, "solutions": solutions}, tokenizer, 0, 0,
+                    delimiter)
         parents = [tree.nodes[tree.visit(solution)]["parent"] for solution in solutions]
         tokens = node_tokens(tree.record(), critic_tokenizer, same, system)
         all_steps.append(Steps(problem["id"], first, [node["parent"] for node in tree.nodes], tokens,
@@ -101,14 +102,14 @@ def end_states(tokenizer, critic_tokenizer, problems, answers, system):
     return all_steps, states, first
 
 
-def end_values(critic, models, problems, answers, system):
+def end_values(critic, models, problems, answers, system, delimiter):
     """V_phi(s_{T-1}) of every sampled answer: {model name: {id: [value, ...]}}. answers: {model name: {id: [...]}}."""
     world, critic_tokenizer = World(), load_tokenizer(critic)
     model = load_model(AutoModelForTokenClassification, critic, world)
     result = {}
     for name, folder in models.items():
         all_steps, states, n_nodes = end_states(load_tokenizer(folder), critic_tokenizer, problems, answers[name],
-                                                system)
+                                                system, delimiter)
         longest = max(sum(map(len, steps.tokens)) for steps in all_steps)
         values = predict(model, pack(all_steps, max(ROW_TOKENS, longest)), n_nodes, world, f"best of n ({name})")
         result[name] = {problem: values[nodes].tolist() for problem, nodes in states.items()}
@@ -437,8 +438,9 @@ def main():
     answers = defaultdict(dict)  # {(model, kind): {id: [answer, ...]}}
     for _, line in read_jsonl(answers_path):
         answers[line["model"], line["kind"]][line["id"]] = line["answers"]
+    delimiter = stage_record(args.run, "label")["settings"]["delimiter"] if (args.run / "label.json").exists() else "\n"
     values = critic and end_values(critic, models, problems, {name: answers[name, "sampled"] for name in models},
-                                   args.system)
+                                   args.system, delimiter)
     if team.rank > 0:
         return
     greedy, sampled = ({name: [answers[name, kind][problem["id"]] for problem in problems if answers[name, kind]]

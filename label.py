@@ -1,8 +1,8 @@
 r"""DAPO, stage 2 of 5: split solutions into steps, complete every state, label it with its Monte-Carlo
 value (step A.2).
 
-A step is the text up to and including a line break; a state s_t is the prompt and the first t steps of a solution. From
-every state of the selected solutions the policy samples N completions, and
+A step is the text up to and including a line break (or another --delimiter); a state s_t is the prompt and the first t
+steps of a solution. From every state of the selected solutions the policy samples N completions, and
 
     MC_N(s) = 1/N sum_i r(x, completion_i)   estimates   V(s) = P(pi_ref, continuing from s, ends right).   (Eq. 3)
 
@@ -24,6 +24,7 @@ Interrupted? Run the same command again: it goes on with the states that are mis
 import argparse
 import functools
 import json
+import math
 import random
 
 from generate import (Request, Team, UserError, add_engine_flags, add_run_flags, bill, cache_block, decode, file_hash,
@@ -35,30 +36,30 @@ from generate import (Request, Team, UserError, add_engine_flags, add_run_flags,
 
 
 @functools.cache
-def token_text(tokenizer, token):
-    return tokenizer.decode([token], clean_up_tokenization_spaces=False)
+def may_end_step(tokenizer, token, delimiter):
+    """Whether a step can end with this token: it has the delimiter's last character, or a part of a character."""
+    text = tokenizer.decode([token, token], clean_up_tokenization_spaces=False)  # some drop the first one's blank
+    return delimiter[-1] in text or "\ufffd" in text
 
 
-def split_steps(tokenizer, ids):
+def split_steps(tokenizer, ids, delimiter="\n", pieces=1):
     r"""Cut a response's token ids into steps: list[int] -> list[list[int]], which join to ids.
 
-    A step ends with its first token that has a line break after a non-blank character of the step; what follows the
-    last such token (often the end-of-text id) is a step too. So blank lines open the next step, and no step is a prefix
-    of another one, which makes the pi(a|s) of all actions sum to 1. With one token a word:
+    A piece ends with the token that completes its first delimiter after a non-blank character; what follows the last
+    such token (often the end-of-text id) is a piece too, and a step is `pieces` of them. So blank lines open the next
+    step, and no step is a prefix of another one, which makes the pi(a|s) of all actions sum to 1. With one token a word:
 
         "\n"  "a"  "=1"  "\n"  "\n"  "b"  ".\n\n"  "<eos>"   ->   ["\n" "a" "=1" "\n"]  ["\n" "b" ".\n\n"]  ["<eos>"]
     """
-    steps, step, blank = [], [], True
-    for token in ids:
-        step.append(token)
-        text = token_text(tokenizer, token)
-        if blank:
-            text = text.lstrip()
-            blank = not text
-        if "\n" in text:
-            steps.append(step)
-            step, blank = [], True
-    return steps + [step] if step else steps
+    ends = [0]
+    for end, token in enumerate(ids, 1):
+        if may_end_step(tokenizer, token, delimiter):
+            piece = tokenizer.decode(ids[ends[-1]:end], clean_up_tokenization_spaces=False)
+            if delimiter in piece.lstrip():
+                ends.append(end)
+    if ends[-1] < len(ids):
+        ends.append(len(ids))
+    return [ids[begin:end] for begin, end in zip(ends[:-1:pieces], [*ends[pieces::pieces], len(ids)])]
 
 
 def step_text(tokenizer, before, step, last):
@@ -96,19 +97,25 @@ class Tree:
     (and cut: true where the token limit ended it).
     """
 
-    def __init__(self, row, tokenizer, n_selected, seed):
+    def __init__(self, row, tokenizer, n_selected, seed, delimiter="\n", max_states=math.inf):
+        """Select n_selected solutions, and lay them out in steps of as many pieces (split_steps) as it takes for none
+        to have more than max_states states beside the root."""
         self.head = {name: row[name] for name in ("id", "problem", "answer", "prompt")}
         self.tokenizer = tokenizer
+        selected = select(row["solutions"], n_selected, random.Random(f"{seed}/{row['id']}"))
+        longest = max((len(split_steps(tokenizer, solution["ids"], delimiter)) for solution in selected), default=1)
+        self.split = functools.partial(split_steps, tokenizer, delimiter=delimiter,
+                                       pieces=max(1, math.ceil(longest / (max_states + 1))))
         self.nodes = [{"parent": -1, "text": "", "ids": row["prompt_ids"], "visits": 0, "count": 0, "hits": 0}]
         self.node_of = {}  # (parent, step's ids) -> node
-        for solution in select(row["solutions"], n_selected, random.Random(f"{seed}/{row['id']}")):
+        for solution in selected:
             self.visit(solution)
         self.states = [node for node in range(1, len(self.nodes)) if "reward" not in self.nodes[node]]
         self.complete(0, row["solutions"])
 
     def visit(self, solution):
         """Walk a whole solution from the root -> its last node."""
-        node, steps = 0, split_steps(self.tokenizer, solution["ids"])
+        node, steps = 0, self.split(solution["ids"])
         self.nodes[0]["visits"] += 1
         for i, step in enumerate(steps):
             node = self.step(node, step, solution if i == len(steps) - 1 else None)
@@ -131,7 +138,7 @@ class Tree:
     def complete(self, state, completions):
         """Label a state with the mean reward of its completions, and add their first steps as its actions."""
         for completion in completions:
-            steps = split_steps(self.tokenizer, completion["ids"])
+            steps = self.split(completion["ids"])
             node = self.step(state, steps[0], completion if len(steps) == 1 else None)
             self.nodes[node]["count"] += 1
             self.nodes[node]["hits"] += int(completion["reward"])
@@ -219,6 +226,10 @@ def parse_args():
                         help="solutions a problem to label (default, as in the paper: %(default)s)")
     parser.add_argument("--completions", type=positive(int), default=16,
                         help="completions a state, N and M (default, as in the paper: %(default)s)")
+    parser.add_argument("--delimiter", type=lambda text: text.replace(r"\n", "\n"), default="\n",
+                        help=r"text that ends a step, such as \n, \n\n or . (default, as in the paper: \n)")
+    parser.add_argument("--max-states", type=positive(int), metavar="K", help="at most K states of a solution are "
+                        "completed: a problem's steps are made of so many pieces (default: no limit)")
     add_engine_flags(parser)
     return parser.parse_args()
 
@@ -229,7 +240,7 @@ def main():
     generate = stage_record(args.run, "generate")
     folder, solutions = find_model(generate["model"]), args.run / "solutions.jsonl"
     output, completions, summary = args.run / "trees.jsonl", args.run / "completions.jsonl", None
-    settings = {"select": args.select, "completions": args.completions, "seed": args.seed}
+    settings = {name: getattr(args, name) for name in ("select", "completions", "delimiter", "max_states", "seed")}
     if team.rank == 0:
         if "summary" not in generate or not solutions.exists():
             raise UserError(f"{solutions}: not complete: run generate.py with the same --run again")
@@ -241,7 +252,8 @@ def main():
         return team.rank > 0 or print_complete("label", summary)
 
     tokenizer = load_tokenizer(folder)
-    trees = [Tree(row, tokenizer, args.select, args.seed) for _, row in read_jsonl(solutions)]
+    trees = [Tree(row, tokenizer, args.select, args.seed, args.delimiter, args.max_states or math.inf)
+             for _, row in read_jsonl(solutions)]
     limits = {name: generate["settings"][name] for name in ("max_tokens", "temperature", "top_p")}
     requests = [request for tree in trees for request in tree.requests({**settings, **limits})]
     expected = forecast(trees, args.completions)

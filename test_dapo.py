@@ -613,18 +613,19 @@ RESPONSES = ["one step", "a=1\nb=2\n", "a=1.\n\nb=2.\n\n\n\nc", "\n\na\n\n", "a\
              "🙂\n", "  a \n\n  b"]
 
 
-def as_nodes(tokenizer, ids):
+def as_nodes(tokenizer, ids, delimiter="\n", max_states=math.inf):
     """The nodes that a response makes in a tree, the root left out."""
     from label import Tree
     solution = {"ids": ids, "reward": 1.0, "finish": "stop"}
     row = {"id": "x", "problem": "p", "answer": "1", "prompt": "p", "prompt_ids": [1], "solutions": [solution]}
-    return Tree(row, tokenizer, 1, 0).nodes[1:]
+    return Tree(row, tokenizer, 1, 0, delimiter, max_states).nodes[1:]
 
 
+@pytest.mark.parametrize("delimiter", ["\n", "\n\n", ".", ". ", "学"])
 @pytest.mark.parametrize("name", TOKENIZERS)
-def test_steps_join_to_the_response(name):
-    """Ids join to the sampled ids, texts to the response's text; a step ends with its first line break after
-    a non-blank."""
+def test_steps_join_to_the_response(name, delimiter):
+    """Ids join to the sampled ids, texts to the response's text; a step ends with the token that completes its first
+    delimiter after a non-blank."""
     from generate import decode
     from label import split_steps
     tokenizer, rng = TOKENIZERS[name](), random.Random(0)
@@ -632,15 +633,17 @@ def test_steps_join_to_the_response(name):
     for response in responses:
         for ending in ([], [tokenizer.eos_token_id]):
             ids = tokenizer(response, add_special_tokens=False).input_ids + ending
-            steps = split_steps(tokenizer, ids)
+            steps = split_steps(tokenizer, ids, delimiter)
             assert [token for step in steps for token in step] == ids
-            nodes = as_nodes(tokenizer, ids)
+            nodes = as_nodes(tokenizer, ids, delimiter)
             assert [node["ids"] for node in nodes] == steps
             assert "".join(node["text"] for node in nodes) == decode(tokenizer, ids)
             for step in steps[:-1]:
-                texts = [tokenizer.decode([token], clean_up_tokenization_spaces=False) for token in step]
-                assert "\n" in "".join(texts).lstrip(), "every step but the last one ends with a line break"
-                assert "\n" not in "".join(texts[:-1]).lstrip(), "and with its first one"
+                whole, shorter = (tokenizer.decode(part, clean_up_tokenization_spaces=False).lstrip()
+                                  for part in (step, step[:-1]))
+                assert delimiter in whole and delimiter not in shorter, "ends where its first delimiter does"
+            last = tokenizer.decode(steps[-1][:-1] if steps else [], clean_up_tokenization_spaces=False)
+            assert delimiter not in last.lstrip(), "no step end is missed"
 
 
 def test_random_tokens_join_too():
@@ -659,8 +662,8 @@ def test_where_a_step_ends():
     from label import split_steps
     tokenizer = byte_level_tokenizer()
 
-    def texts(response):
-        return [tokenizer.decode(step) for step in split_steps(tokenizer, tokenizer(response).input_ids)]
+    def texts(response, *how):
+        return [tokenizer.decode(step) for step in split_steps(tokenizer, tokenizer(response).input_ids, *how)]
 
     assert texts("a.\n\nb\nc") == ["a.\n\n", "b\n", "c"]        # .\n\n is one token
     assert texts("a\r\nb") == ["a\r\n", "b"]
@@ -670,9 +673,29 @@ def test_where_a_step_ends():
     assert texts(" \n\n ") == [" \n\n "]
     eos = tokenizer.eos_token_id
     assert split_steps(tokenizer, tokenizer("a\n").input_ids + [eos])[-1] == [eos], "a bare end of text is a step"
+    assert texts("a. b.c\n\nd", ".") == ["a.", " b.", "c\n\nd"]
+    assert texts("a\nb\n\n\nc", "\n\n") == ["a\nb\n\n", "\nc"]
     newline = sentencepiece_tokenizer()
     steps = split_steps(newline, newline("a=1\nb=2\n").input_ids)
     assert [newline.decode(step) for step in steps] == ["a=1\n", "b=2\n"]
+
+
+def test_max_states_bounds_the_states_of_a_solution():
+    """A problem's steps are merged from as many pieces as it takes, its sampled actions as well."""
+    from label import Tree
+    tokenizer = toy_tokenizer()
+    for length, k in itertools.product(range(1, 12), range(1, 6)):
+        solutions = [solution("1+1=2\n" * length, 1.0), solution("1+1=3\n" * max(1, length - 3), 0.0)]
+        tree = Tree(row_of(solutions), tokenizer, 2, 0, max_states=k)
+        for end in (node for node, fields in enumerate(tree.nodes) if "reward" in fields):
+            path = path_to(tree.nodes, end)[::-1]
+            assert len(path) - 2 <= k, "the root and the end are not completed"
+            assert [token for node in path[1:] for token in tree.nodes[node]["ids"]] in [s["ids"] for s in solutions]
+        if tree.states:
+            tree.complete(tree.states[0], [solution("1+1=5\n" * 20, 0.0)])
+            assert len(tree.nodes[-1]["ids"]) == len(tree.nodes[tree.states[0]]["ids"]), "actions are as long as steps"
+    assert [node["text"] for node in as_nodes(tokenizer, tokenizer("1\n2\n3\n4\n5").input_ids, max_states=2)] == [
+        "1\n2\n", "3\n4\n", "5"]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
