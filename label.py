@@ -201,6 +201,18 @@ def forecast(trees, n):
     return tokens
 
 
+def check_solutions(run):
+    """Hold solutions.jsonl against generate.json -> (its hash, the folder of the policy that sampled it, its hash)."""
+    path, generate = run / "solutions.jsonl", stage_record(run, "generate")
+    if "summary" not in generate or not path.exists():
+        raise UserError(f"{path}: not complete: run generate.py with the same --run again")
+    folder = find_model(generate["model"])
+    policy = model_hash(folder)
+    if policy != generate["inputs"]["policy"]:
+        raise UserError(f"{folder}: not the policy that sampled {path}: its weights have changed")
+    return file_hash(path), folder, policy
+
+
 def write_trees(trees, completions, target):
     """Join the trees and their completions into trees.jsonl -> counts for the summary."""
     lines = (line for _, line in read_jsonl(completions))
@@ -238,22 +250,18 @@ def main():
     args = parse_args()
     team = Team(args.tensor_parallel)
     generate = stage_record(args.run, "generate")
-    folder, solutions = find_model(generate["model"]), args.run / "solutions.jsonl"
+    solutions, folder, policy = check_solutions(args.run)
     output, completions, summary = args.run / "trees.jsonl", args.run / "completions.jsonl", None
     settings = {name: getattr(args, name) for name in ("select", "completions", "delimiter", "max_states", "seed")}
     if team.rank == 0:
-        if "summary" not in generate or not solutions.exists():
-            raise UserError(f"{solutions}: not complete: run generate.py with the same --run again")
-        if model_hash(folder) != generate["inputs"]["policy"]:
-            raise UserError(f"{folder}: not the policy that sampled {solutions}: its weights have changed")
-        inputs = {"solutions.jsonl": file_hash(solutions), "policy": model_hash(folder)}
+        inputs = {"solutions.jsonl": solutions, "policy": policy}
         summary = start_stage(args.run, "label", settings, inputs, [output, completions], args.overwrite)
     if summary := team.share("summary", summary):
         return team.rank > 0 or print_complete("label", summary)
 
     tokenizer = load_tokenizer(folder)
     trees = [Tree(row, tokenizer, args.select, args.seed, args.delimiter, args.max_states or math.inf)
-             for _, row in read_jsonl(solutions)]
+             for _, row in read_jsonl(args.run / "solutions.jsonl")]
     limits = {name: generate["settings"][name] for name in ("max_tokens", "temperature", "top_p")}
     requests = [request for tree in trees for request in tree.requests({**settings, **limits})]
     expected = forecast(trees, args.completions)

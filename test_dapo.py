@@ -765,20 +765,41 @@ def test_advantages_worked_by_hand():
     assert gap({}) == 0.0 and gap({3: 0.2}) == 0.0
 
 
-def test_the_gap_filter_and_distinct_actions(tmp_path):
+def test_the_gap_filter_and_distinct_actions():
     """Only states with max A - min A >= gap are trained on, each distinct action once."""
     from train_actor import choose_pairs
     node = dict(ids=[1], text="", visits=0, hits=0)
     nodes = [{"parent": -1, **node}, {"parent": 0, "count": 15, **node}, {"parent": 0, "count": 1, **node},
              {"parent": 1, "count": 8, **node}, {"parent": 1, "count": 8, **node}, {"parent": 2, "count": 16, **node}]
-    (tmp_path / "trees.jsonl").write_text(json.dumps({"id": "a", "prompt": "p", "nodes": nodes}) + "\n")
-    values = torch.tensor([0.5, 0.9, 0.4, 0.55, 0.5, 0.3])
-    train, drift, advantage, counts = choose_pairs(tmp_path, values, 0.1, seed=0)
+    trees = [({"id": "a", "prompt": "p", "nodes": nodes}, 0, [0.5, 0.9, 0.4, 0.55, 0.5, 0.3])]
+    train, drift, advantage, counts = choose_pairs(trees, 0.1, seed=0)
     assert [steps.wanted for steps in train] == [[1, 2]] and counts["pairs trained on"] == 2
     assert advantage[1:3].tolist() == pytest.approx([0.5 / 16, -15 * 0.5 / 16]) and advantage.isnan().sum() == 4
     assert sorted(n for steps in drift for n in steps.wanted) == [3, 4, 5]
-    train, drift, _, counts = choose_pairs(tmp_path, values, 0.0, seed=0)
+    train, drift, _, counts = choose_pairs(trees, 0.0, seed=0)
     assert counts["states trained on"] == 3 and sorted(train[0].wanted) == [1, 2, 3, 4, 5] and not drift
+
+
+def test_monte_carlo_action_values_are_pooled():
+    """--advantage mc: completions through an action at its state, and those of the state after it."""
+    from train_actor import monte_carlo
+    nodes = [{"count": 0, "hits": 0, "value": 0.5, "n": 4}, {"count": 3, "hits": 1, "value": 0.25, "n": 4},
+             {"count": 1, "hits": 1}, {"count": 0, "hits": 0, "value": 0.75, "n": 4}, {"count": 0, "hits": 0}]
+    assert monte_carlo({"nodes": nodes}) == pytest.approx([0.5, 2 / 7, 1.0, 0.75, math.nan], nan_ok=True)
+
+
+def test_whole_solutions_as_actions(tmp_path):
+    """--advantage outcome: A = r - mean over all solutions; each distinct one is trained on once, none that was cut."""
+    from train_actor import choose_pairs, read_pairs
+    rows = [row_of([solution("1\n2\n", 1.0), solution("1\n2\n", 1.0), solution("1\n3", 0.0), solution("1\n", 0.0, "length")]),
+            row_of([solution("1\n3", 0.0), solution("1\n2\n3", 0.0)])]
+    (tmp_path / "solutions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    trees = list(read_pairs(tmp_path, "outcome", toy_tokenizer()))
+    train, drift, advantage, counts = choose_pairs(trees, 0.1, seed=0)
+    pairs = {tuple(train[0].tokens[node]): advantage[node].item() for node in train[0].wanted}
+    assert len(train) == 1 and pairs == {tuple(rows[0]["solutions"][0]["ids"]): 0.5, tuple(rows[0]["solutions"][2]["ids"]): -0.5}
+    assert counts["pairs trained on"] == 2 and counts["actions cut off, not trained on"] == 1
+    assert [(steps.first, steps.wanted) for steps in drift] == [(4, [1, 2])] and len(advantage) == 7
 
 
 def test_losses_worked_by_hand():
@@ -1569,10 +1590,10 @@ def test_the_critic_on_unseen_problems(toy):
 def test_before_the_first_step_the_log_ratio_is_zero(toy):
     """... to the bit, and the loss is the mean of 1/2 (A/beta)^2."""
     from safetensors.torch import load_file
-    from train_actor import choose_pairs
+    from train_actor import choose_pairs, read_pairs
     from train_critic import make_batches, pack
     values = load_file(toy / "values.safetensors")["values"]
-    train, _, advantage, _ = choose_pairs(toy, values, 0.1, seed=0)
+    train, _, advantage, _ = choose_pairs(read_pairs(toy, "critic", toy_tokenizer(), values), 0.1, seed=0)
     groups = pack(train, 1024, 96)
     first = make_batches([sum(len(row.nodes) for row in group) for group in groups], 96, 10, 0)[0]
     nodes = np.concatenate([row.nodes for group in first for row in groups[group]])
@@ -1705,6 +1726,22 @@ def test_two_ranks_train_to_the_weights_of_one(trained, tmp_path, stage):
     for a, b in zip(ours, theirs):
         assert b["loss"] == pytest.approx(a["loss"], rel=1e-3)
         assert b["grad_norm"] == pytest.approx(a["grad_norm"], rel=1e-3)
+
+
+@pytest.mark.parametrize("source", ["mc", "outcome"])
+def test_advantages_without_a_critic(trained, small, tmp_path, source):
+    """The same loop without train_critic.py, and for outcome without label.py; it moves towards what came out right."""
+    again = copy_of(trained[0], tmp_path / "run", "policy", "generate.json",
+                    *(["trees.jsonl", "label.json"] if source == "mc" else []))
+    if source == "outcome":
+        shutil.copy(small / "solutions.jsonl", again)
+    run_script(f"train_actor.py --run {again} --advantage {source} --beta 0.3 --lr 3e-4 --batch 64 --epochs 2 "
+               "--max-tokens 512 --seed 0")
+    last = [line for line in read_lines(again / "log.jsonl") if line["stage"] == "train_actor"][-1]
+    assert last["slope"] > 0.01 and last["log_ratio_good"] > last["log_ratio_bad"] and last["drift"] < 1
+    record = json.loads((again / "train_actor.json").read_text())
+    assert record["settings"]["advantage"] == source and "values" not in record["inputs"]
+    assert set(record["inputs"]) == {"mc": {"trees", "policy"}, "outcome": {"solutions", "policy"}}[source]
 
 
 def test_a_critic_with_another_tokenizer(trained, tmp_path):

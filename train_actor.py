@@ -4,10 +4,13 @@ r"""DAPO, stage 4 of 5: advantages from the critic, then policy optimisation (Al
     min_theta 1/2 E_{s,a} [ A(s, a) / beta - log pi_theta(a|s) / pi_ref(a|s) ]^2                              (Eq. 12)
 
 The actions of s are the first steps of its completions. The minimiser has log-ratio A/beta: a *smaller* beta asks for a
-*larger* move away from pi_ref. Three tricks, as in the paper: all actions of a state are in one batch; the mean runs
+*larger* move away from pi_ref. --advantage says where Q comes from, all else equal: the critic (above); "mc", no critic,
+but the completions themselves; or "outcome", no steps at all: whole solutions are the actions of the prompt, and Q is the
+reward. Three tricks, as in the paper: all actions of a state are in one batch; the mean runs
 over all samples, but each distinct action is trained on once; only states with max A - min A >= --gap are trained on.
 
-Reads:   RUN/trees.jsonl, RUN/values.safetensors, the policy that was sampled from (pi_ref)
+Reads:   RUN/trees.jsonl and, for the critic, RUN/values.safetensors; for "outcome" RUN/solutions.jsonl alone;
+         the policy that was sampled from (pi_ref)
 Writes:  RUN/ref_logps.safetensors  log pi_ref(a|s) of the trained nodes and of the drift's sample (NaN elsewhere)
          RUN/actor/                 the new policy, with tokenizer and generation config
          RUN/train_actor.json       the settings, the summary
@@ -22,6 +25,7 @@ GPUs:    torchrun --nproc-per-node 8 -- train_actor.py --run runs/math
 Interrupted? Run the same command again: it goes on from its last checkpoint, to the same weights.
 """
 import argparse
+import math
 import random
 import time
 
@@ -31,8 +35,9 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint as recompute
 from transformers import AutoModelForCausalLM
 
-from generate import (UserError, add_run_flags, file_hash, find_model, finish_stage, model_hash, positive,
-                      print_complete, run_stage, stage_record, start_stage)
+from generate import (UserError, add_run_flags, file_hash, find_model, finish_stage, load_tokenizer, model_hash,
+                      positive, print_complete, read_jsonl, run_stage, stage_record, start_stage)
+from label import Tree, check_solutions
 from train_critic import (Checkpoint, Log, Steps, World, add_training_flags, check_not_overwritten, check_trees, deal,
                           forward_row, imbalance, learning_rate, load_model, load_values, make_batches, make_optimizer,
                           optimizer_step, pack, quiet_libraries, read_trees, remove_checkpoints, save_model,
@@ -77,6 +82,14 @@ def advantages(tree, values):
     """
     return {node: advantage for of_state in state_advantages(tree, values).values()
             for node, advantage in of_state.items()}
+
+
+def monte_carlo(tree):
+    """Q(s, a) of a tree's actions from completions alone, NaN where there are none: the share of those through the action
+    that ended right, both those sampled at s that begin with a and, where s a was completed, those sampled there."""
+    hits = [node["hits"] + node.get("value", 0) * node.get("n", 0) for node in tree["nodes"]]
+    counts = [node["count"] + node.get("n", 0) for node in tree["nodes"]]
+    return [right / count if count else math.nan for right, count in zip(hits, counts)]
 
 
 def gap(of_state):
@@ -143,15 +156,34 @@ def node_logps(policy, groups, n_nodes, world):
 # ---------------------------------------------------------------------------------------------------------------------
 # Data
 
-def choose_pairs(run, values, min_gap, seed):
-    """Advantages and the gap filter over all trees -> (to train: list of Steps, drift: list of Steps, targets: (nodes,)
-    advantages of the trained nodes, NaN elsewhere, counts for the summary)."""
-    advantage, train, filtered = torch.full((len(values),), float("nan")), [], []
+def read_pairs(run, source, tokenizer, values=None):
+    """Yield (tree, number of its first node, V of its nodes) as --advantage `source` asks for.
+
+    values: the critic's, of all nodes. "outcome" needs none: every action of its trees ends the response.
+    """
+    if source == "outcome":
+        first = 0
+        for _, row in read_jsonl(run / "solutions.jsonl"):
+            # no state beside the root: the whole response is one step
+            tree = Tree(row, tokenizer, len(row["solutions"]), seed=0, max_states=0).record()
+            yield tree, first, [math.nan] * len(tree["nodes"])
+            first += len(tree["nodes"])
+    else:
+        for tree, first in read_trees(run / "trees.jsonl"):
+            yield tree, first, (values[first:first + len(tree["nodes"])].tolist() if source == "critic"
+                                else monte_carlo(tree))
+
+
+def choose_pairs(trees, min_gap, seed):
+    """Advantages and the gap filter over all trees, as read_pairs yields them -> (to train: list of Steps, drift: list of
+    Steps, targets: (nodes,) advantages of the trained nodes, NaN elsewhere, counts for the summary)."""
+    advantage, train, filtered = [], [], []
     n = dict.fromkeys(("problems", "states", "states trained on", "pairs trained on", "actions cut off, not trained on",
                        "actions that end the response, beside others that do not", "their advantage above 0"), 0)
-    for tree, first in read_trees(run / "trees.jsonl"):
+    for tree, first, values in trees:
         nodes, wanted = tree["nodes"], []
-        of_states = state_advantages(tree, values[first:first + len(nodes)].tolist())
+        of_states = state_advantages(tree, values)
+        advantage += [math.nan] * len(nodes)
         n["problems"] += 1
         n["states"] += len(of_states)
         n["actions cut off, not trained on"] += sum(bool(node.get("cut") and node["count"]) for node in nodes)
@@ -173,7 +205,7 @@ def choose_pairs(run, values, min_gap, seed):
             train.append(steps)
     sample = random.Random(seed).sample(filtered, min(DRIFT_STATES, len(filtered)))
     drift = [Steps(steps.name, steps.first, steps.parents, steps.tokens, actions) for steps, actions in sample]
-    return train, drift, advantage, n
+    return train, drift, torch.tensor(advantage), n
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -220,10 +252,11 @@ def converged(history, window):
 
 def train(args, world, folder, values, made_from):
     """Optimise Eq. 12 and save RUN/actor -> the summary."""
-    steps, drift, advantage, counts = choose_pairs(args.run, values, args.gap, args.seed)
+    steps, drift, advantage, counts = choose_pairs(
+        read_pairs(args.run, args.advantage, load_tokenizer(folder), values), args.gap, args.seed)
     if not steps:
-        raise UserError(f"{args.run}: no state has max A - min A >= {args.gap}: lower --gap, or look at the critic's "
-                        "summary in train_critic.json")
+        hint = ", or look at the critic's summary in train_critic.json" if args.advantage == "critic" else ""
+        raise UserError(f"{args.run}: no state has max A - min A >= {args.gap}: lower --gap{hint}")
     groups, drift_groups = pack(steps, args.max_tokens, args.batch), pack(drift, args.max_tokens)
     sizes = [sum(len(row.nodes) for row in group) for group in groups]
     batches = make_batches(sizes, args.batch, args.epochs, args.seed)
@@ -231,7 +264,7 @@ def train(args, world, folder, values, made_from):
     ref_path = args.run / "ref_logps.safetensors"
     if not ref_path.exists():
         # from the very rows and weights that training starts with, so that every log ratio starts at 0
-        ref = node_logps(policy, groups + drift_groups, len(values), world)
+        ref = node_logps(policy, groups + drift_groups, len(advantage), world)
         if world.rank == 0:
             save_values(ref_path, ref, "log_probs", **made_from)
     dist.barrier()
@@ -279,10 +312,24 @@ def train(args, world, folder, values, made_from):
             "tokens scored, a row each": tokens_of_nodes(steps)}
 
 
+def check_data(args):
+    """-> (the hashes of the data and of the policy that it was sampled from, that policy's folder)."""
+    if args.advantage == "outcome":
+        solutions, folder, policy = check_solutions(args.run)
+        return {"solutions": solutions, "policy": policy}, folder
+    trees, policy = check_trees(args.run)
+    folder = find_model(stage_record(args.run, "generate")["model"])
+    if model_hash(folder) != policy:
+        raise UserError(f"{folder}: not the policy that the trees were sampled from: its weights have changed")
+    return {"trees": trees, "policy": policy}, folder
+
+
 def parse_args():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_run_flags(parser)
     method = parser.add_argument_group("method")
+    method.add_argument("--advantage", choices=["critic", "mc", "outcome"], default="critic", help="where Q comes from: "
+                        "the critic, the completions, or the rewards of whole solutions (default: %(default)s)")
     method.add_argument("--beta", type=positive(float), default=0.01, help="weight of KL(pi || pi_ref): the target "
                         "log-ratio is A/beta, so a smaller beta asks for a larger move (paper: 0.01 or 0.02; "
                         "default: %(default)s)")
@@ -297,18 +344,16 @@ def parse_args():
 def main():
     args = parse_args()
     quiet_libraries()
-    trees_hash, policy_hash = check_trees(args.run)
-    folder = find_model(stage_record(args.run, "generate")["model"])
-    if model_hash(folder) != policy_hash:
-        raise UserError(f"{folder}: not the policy that the trees were sampled from: its weights have changed")
+    made_from, folder = check_data(args)
     check_not_overwritten(folder, args.run / "actor")
-    values = load_values(args.run / "values.safetensors", trees=trees_hash, policy=policy_hash)
+    inputs, values = dict(made_from), None
+    if args.advantage == "critic":
+        values = load_values(args.run / "values.safetensors", **made_from)
+        inputs["values"] = file_hash(args.run / "values.safetensors")
     world, summary, outputs = World(), None, [args.run / "actor", args.run / "ref_logps.safetensors"]
-    made_from = {"trees": trees_hash, "policy": policy_hash}
     if world.rank == 0:
-        inputs = {**made_from, "values": file_hash(args.run / "values.safetensors")}
-        summary = start_stage(args.run, "train_actor", training_settings(args, "beta", "gap", "stop_window"), inputs,
-                              outputs, args.overwrite)
+        settings = training_settings(args, "advantage", "beta", "gap", "stop_window")
+        summary = start_stage(args.run, "train_actor", settings, inputs, outputs, args.overwrite)
     summary = [summary]
     dist.broadcast_object_list(summary)
     if summary[0]:
