@@ -839,6 +839,122 @@ def test_the_stopping_rule():
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Tests: the theory, on a small step MDP with a table for a policy
+
+ACTIONS, DEPTH = 3, 3
+STATES = (ACTIONS ** DEPTH - 1) // (ACTIONS - 1)  # a state is its steps so far; state s by action a leads to 3 s + a + 1
+
+
+def tabular_values(policy, reward, ref=None, beta=0.0):
+    """Of a policy (STATES, ACTIONS) and the rewards of all ways to end (ACTIONS ** DEPTH,): V (STATES,) of its reward
+    minus beta KL(policy || ref), and Q (STATES, ACTIONS)."""
+    values, q = [None] * STATES + list(reward), [None] * STATES
+    for state in reversed(range(STATES)):
+        q[state] = torch.stack(values[ACTIONS * state + 1:ACTIONS * (state + 1) + 1])
+        kl = (policy[state] * (policy[state] / ref[state]).log()).sum() if beta else 0.0
+        values[state] = (policy[state] * q[state]).sum() - beta * kl
+    return torch.stack(values[:STATES]), torch.stack(q)
+
+
+def random_mdp(seed):
+    """-> (a softmax policy pi_ref, rewards in {0, 1}, pi_ref's V and its advantages), in float64."""
+    generator = torch.Generator().manual_seed(seed)
+    ref = torch.randn(STATES, ACTIONS, generator=generator, dtype=torch.float64).softmax(1)
+    reward = torch.randint(2, (ACTIONS ** DEPTH,), generator=generator).double()
+    values, q = tabular_values(ref, reward)
+    return ref, reward, values, q - values[:, None]
+
+
+def minimise_eq12(ref, advantage, weight, beta):
+    """The normalised policy that minimises Eq. 12, by L-BFGS from pi_ref. All (states, actions); weight: nu_S nu_A."""
+    from train_actor import dapo_loss
+    logits = ref.log().clone().requires_grad_()
+    optimizer = torch.optim.LBFGS([logits], max_iter=2000, tolerance_grad=1e-13, tolerance_change=0,
+                                  line_search_fn="strong_wolfe")
+
+    def loss():
+        optimizer.zero_grad()
+        value = (weight * dapo_loss(logits.log_softmax(1) - ref.log(), advantage, beta)).sum()
+        value.backward()
+        return value
+
+    optimizer.step(loss)
+    assert logits.grad.abs().max() < 1e-6
+    return logits.detach().softmax(1)
+
+
+@pytest.mark.parametrize("beta", [0.05, 0.5])
+@pytest.mark.parametrize("seed", range(3))
+def test_lemma_3_1(seed, beta):
+    """Where actions are drawn from pi_theta, grad E_a[A - beta log pi/pi_ref] = -beta grad of Eq. 12's loss."""
+    from train_actor import dapo_loss
+    ref, _, _, advantage = random_mdp(seed)
+    theta = torch.randn(STATES, ACTIONS, dtype=torch.float64, generator=torch.Generator().manual_seed(seed + 10))
+    theta.requires_grad_()
+    log_ratio = theta.log_softmax(1) - ref.log()
+    objective = (theta.softmax(1) * (advantage - beta * log_ratio)).sum()
+    loss = (theta.softmax(1).detach() * dapo_loss(log_ratio, advantage, beta)).sum()
+    ascent, descent = (torch.autograd.grad(x, theta, retain_graph=True)[0] for x in (objective, loss))
+    assert ascent.abs().max() > 1e-3
+    assert torch.allclose(ascent, -beta * descent, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("beta", [0.05, 0.3, 2.0])
+@pytest.mark.parametrize("seed", range(3))
+def test_theorem_3_2(seed, beta):
+    """The minimiser of Eq. 12 under any exploratory nu_S and nu_A has at least pi_ref's regularised value in every state,
+    and the same only where no action below has an advantage."""
+    ref, reward, values, advantage = random_mdp(seed)
+    generator = torch.Generator().manual_seed(seed)
+    some = 0.02 + torch.rand(STATES, ACTIONS, dtype=torch.float64, generator=generator)
+    for weight in (ref, torch.ones_like(ref), some, some.flip(0) * ref):
+        best = minimise_eq12(ref, advantage, weight, beta)
+        better, _ = tabular_values(best, reward, ref, beta)
+        flat = advantage.abs().max(1).values < 1e-9
+        for state in reversed(range(STATES)):
+            children = range(ACTIONS * state + 1, min(ACTIONS * (state + 1) + 1, STATES))
+            flat[state] &= all(flat[child] for child in children)
+        assert 0 < flat.sum() < STATES, "both cases occur"
+        assert torch.allclose(better[flat], values[flat], atol=1e-9)
+        assert (better[~flat] > values[~flat] + 1e-6).all()
+
+
+def test_theorem_3_2_needs_every_action():
+    """Trained on the first two of three actions alone, V falls from .82 to .40; on all three it rises."""
+    ref, q = torch.tensor([[0.1, 0.1, 0.8]], dtype=torch.float64), torch.tensor([[0.2, 0.0, 1.0]], dtype=torch.float64)
+    support = torch.tensor([[1.0, 1.0, 0.0]], dtype=torch.float64)
+    seen = q - (q * support).sum() / support.sum()
+    value = lambda policy: (policy * q).sum().item()
+    assert seen[0, :2].tolist() == pytest.approx([0.1, -0.1]) and value(ref) == pytest.approx(0.82)
+    assert value(minimise_eq12(ref, seen, support, 0.05)) == pytest.approx(0.40, abs=0.005)
+    assert value(minimise_eq12(ref, q - value(ref), torch.ones_like(ref), 0.05)) > 0.9
+
+
+def test_advantages_along_a_solution_sum_to_its_reward_minus_the_prompts_value():
+    """sum_t A(s_t, a_t) = r - V(s_0): so the same beta asks for the same total log-ratio with whole solutions as actions."""
+    for seed in range(3):
+        _, reward, values, advantage = random_mdp(seed)
+        for actions in itertools.product(range(ACTIONS), repeat=DEPTH):
+            state, total = 0, 0.0
+            for action in actions:
+                total += advantage[state, action]
+                state = ACTIONS * state + action + 1
+            assert total.item() == pytest.approx((reward[state - STATES] - values[0]).item(), abs=1e-12)
+
+
+def test_the_gradients_of_cross_entropy_and_squared_error():
+    """By the critic's logit, BCE's gradient is that of 1/2 (V - label)^2 times 1 / (V (1 - V)), which is 4 or more."""
+    from train_critic import critic_loss
+    logit = torch.linspace(-6, 6, 25, dtype=torch.float64, requires_grad=True)
+    for label in torch.linspace(0, 1, 5, dtype=torch.float64):
+        value = torch.sigmoid(logit)
+        bce, = torch.autograd.grad(critic_loss(logit, label.expand(25)).sum(), logit)
+        half_mse, = torch.autograd.grad((0.5 * (value - label) ** 2).sum(), logit)
+        factor = 1 / (value * (1 - value)).detach()
+        assert torch.allclose(bce, half_mse * factor, rtol=0, atol=1e-10) and (factor >= 4).all()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # Tests: grading and statistics
 
 def test_the_last_box_counts():
