@@ -13,6 +13,7 @@ are sampled, the careless mark can be learnt, and the truth V(s) can be computed
 """
 import argparse
 import base64
+import functools
 import gzip
 import importlib
 import importlib.util
@@ -31,6 +32,7 @@ import sys
 import tempfile
 import time
 import zlib
+from dataclasses import dataclass
 from pathlib import Path
 
 # Read when torch is imported: threads that wait do not spin, which costs little, and much less when a core is taken.
@@ -47,44 +49,65 @@ HERE = Path(__file__).parent
 # ---------------------------------------------------------------------------------------------------------------------
 # The toy: problems, demonstrations, tokenizer
 
-OPERATIONS = 5
-RISKY = (7, 8)    # operands of the steps at which the policy is careless ...
-CARELESS = 0.6    # ... with this probability, and then ...
-SLIP = 0.65       # ... off by one with this one
+@dataclass(frozen=True)
+class Toy:
+    """How long the sums are, and how careless their author."""
+    operations: int = 5
+    risky: tuple = (7, 8)   # operands of the steps that are written carelessly ...
+    careless: float = 0.6   # ... with this probability, and are then ...
+    slip: float = 0.65      # ... off by one with this one
+
+    @property
+    def prompt_tokens(self):
+        return 2 * self.operations + 2
+
+    @property
+    def max_tokens(self):
+        """A token limit that no solution needs."""
+        return 6 * self.operations + 34
+
+    @property
+    def entropy(self):
+        """The nats a token that a model which knows the sums still loses on the author's carelessness."""
+        coin = lambda p: -p * math.log(p) - (1 - p) * math.log(1 - p)
+        step = len(self.risky) / 10 * (coin(self.careless) + self.careless * coin(self.slip))
+        return self.operations * step / (6 * self.operations + 4)
+
+
+TOY = Toy()
 SYMBOLS = ["<pad>", "<eos>", "\n", *"0123456789+-=?", "\\boxed{", "}"]
 ID = {symbol: number for number, symbol in enumerate(SYMBOLS)}
-PROMPT_TOKENS = 2 * OPERATIONS + 2
 
 
-def toy_problem(rng):
+def toy_problem(rng, operations=TOY.operations):
     """A sum like 2+2-8+7-1+3= -> (text, answer)."""
-    digits = [rng.randrange(10) for _ in range(OPERATIONS + 1)]
-    signs = [rng.choice("+-") for _ in range(OPERATIONS)]
+    digits = [rng.randrange(10) for _ in range(operations + 1)]
+    signs = [rng.choice("+-") for _ in range(operations)]
     total = digits[0] + sum(digit if sign == "+" else -digit for sign, digit in zip(signs, digits[1:]))
     return "".join(f"{digit}{sign}" for digit, sign in zip(digits, [*signs, "="])), total % 10
 
 
-def right_steps(problem):
+def right_steps(problem, toy=TOY):
     """The lines of the right solution, all written with =, and whether each is risky."""
     running, steps = int(problem[0]), []
     for sign, digit in zip(problem[1:-1:2], problem[2::2]):
         result = (running + int(digit) * (1 if sign == "+" else -1)) % 10
-        steps.append((f"{running}{sign}{digit}={result}\n", int(digit) in RISKY))
+        steps.append((f"{running}{sign}{digit}={result}\n", int(digit) in toy.risky))
         running = result
     return steps + [(f"\\boxed{{{running}}}", False)]
 
 
-def demonstrations(n, rng):
+def demonstrations(n, rng, toy=TOY):
     """n problems with solutions as a careless author writes them, as token ids: (n, tokens)."""
-    digits, minus = rng.integers(0, 10, (n, OPERATIONS + 1)), rng.integers(0, 2, (n, OPERATIONS))
+    digits, minus = rng.integers(0, 10, (n, toy.operations + 1)), rng.integers(0, 2, (n, toy.operations))
     signs, zero = np.where(minus, ID["-"], ID["+"]), ID["0"]
     always = {symbol: np.full(n, number) for symbol, number in ID.items()}
-    problem = [column for i in range(OPERATIONS) for column in (digits[:, i] + zero, signs[:, i])]
+    problem = [column for i in range(toy.operations) for column in (digits[:, i] + zero, signs[:, i])]
     solution, running = [], digits[:, 0]
-    for i in range(OPERATIONS):
+    for i in range(toy.operations):
         operand = digits[:, i + 1]
-        careless = np.isin(operand, RISKY) & (rng.random(n) < CARELESS)
-        slip = careless & (rng.random(n) < SLIP)
+        careless = np.isin(operand, toy.risky) & (rng.random(n) < toy.careless)
+        slip = careless & (rng.random(n) < toy.slip)
         result = (running + np.where(minus[:, i], -operand, operand) + slip) % 10
         mark = np.where(careless, ID["?"], ID["="])
         solution += [running + zero, signs[:, i], operand + zero, mark, result + zero, always["\n"]]
@@ -139,7 +162,7 @@ def train_toy_policy(seed, symbols, demonstrations, prompt_tokens, learnt, batch
     torch.manual_seed(seed)
     model = LlamaForCausalLM(LlamaConfig(
         vocab_size=len(symbols), hidden_size=128, intermediate_size=256, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=4, max_position_embeddings=128,
+        num_key_value_heads=4, max_position_embeddings=256,
         rope_parameters={"rope_type": "default", "rope_theta": 100.0},
         bos_token_id=None, eos_token_id=symbols.index("<eos>"), pad_token_id=symbols.index("<pad>"),
         tie_word_embeddings=True))
@@ -170,19 +193,19 @@ def train_toy_policy(seed, symbols, demonstrations, prompt_tokens, learnt, batch
     return model
 
 
-def make_toy(run, seed, n_problems, n_test):
+def make_toy(run, seed, n_problems, n_test, toy=TOY):
     """Write problems.jsonl, test.jsonl (no problem in both) and policy/ into a run."""
     run.mkdir(parents=True, exist_ok=True)
     rng, problems = random.Random(seed), {}
     while len(problems) < n_problems + n_test:
-        text, answer = toy_problem(rng)
+        text, answer = toy_problem(rng, toy.operations)
         problems[text] = answer
     rows = [{"id": f"toy-{i}", "problem": text, "answer": str(answer)}
             for i, (text, answer) in enumerate(problems.items())]
     for name, part in (("problems.jsonl", rows[:n_problems]), ("test.jsonl", rows[n_problems:])):
         (run / name).write_text("".join(json.dumps(row) + "\n" for row in part))
-    # at 0.06 it has learnt the sums: what is left, 0.032, is the author's carelessness
-    policy = train_toy_policy(seed, SYMBOLS, demonstrations, PROMPT_TOKENS, learnt=0.06)
+    policy = train_toy_policy(seed, SYMBOLS, functools.partial(demonstrations, toy=toy), toy.prompt_tokens,
+                              learnt=round(toy.entropy + 0.029, 3), batch=320 // toy.operations)
     policy.save_pretrained(run / "policy")
     toy_tokenizer().save_pretrained(run / "policy")
 
@@ -232,19 +255,19 @@ def make_code_toy(run, n_problems, seed=0):
 # ---------------------------------------------------------------------------------------------------------------------
 # The toy: the truth
 
-def truth_tree(problem):
+def truth_tree(problem, toy=TOY):
     """All right ways to write a problem's solution, and a slip at every risky step of each: -> (nodes, tokens).
 
     nodes: [{"parent", "depth", "kind": "start", "right" (=), "careless" (? and right) or "slip"}, ...], tokens: ids.
     """
     tokenizer = toy_tokenizer()
     nodes, tokens, frontier = [{"parent": -1, "depth": 0, "kind": "start"}], [tokenizer(problem).input_ids], [0]
-    for depth, (line, risky) in enumerate(right_steps(problem), 1):
+    for depth, (line, risky) in enumerate(right_steps(problem, toy), 1):
         writings = [("right", line)]
         if risky:
             result = int(line[-2])
             writings += [("careless", line.replace("=", "?")), ("slip", line[:3] + f"?{(result + 1) % 10}\n")]
-        last, parents, frontier = depth > OPERATIONS, frontier, []
+        last, parents, frontier = depth > toy.operations, frontier, []
         for parent, (kind, text) in itertools.product(parents, writings):
             if kind != "slip":
                 frontier.append(len(nodes))
@@ -253,7 +276,7 @@ def truth_tree(problem):
     return nodes, tokens
 
 
-def true_values(policy_folder, problems):
+def true_values(policy_folder, problems, toy=TOY):
     """The truth of states: V(s) = sum over right next steps of pi(a|s) V(s a), 0 after a slip, by the policy's own
     log-probs -> [(nodes, tokens, V, how likely the policy is to come to each node), ...]."""
     from transformers import AutoModelForCausalLM
@@ -261,7 +284,7 @@ def true_values(policy_folder, problems):
     from train_critic import Steps, load_model, pack
     with one_rank() as world:
         policy = load_model(AutoModelForCausalLM, policy_folder, world, wrap=Policy)
-        trees, all_steps, first = [truth_tree(problem) for problem in problems], [], 0
+        trees, all_steps, first = [truth_tree(problem, toy) for problem in problems], [], 0
         for problem, (nodes, tokens) in zip(problems, trees):
             all_steps.append(Steps(problem, first, [node["parent"] for node in nodes], tokens,
                                    list(range(1, len(nodes)))))
@@ -274,7 +297,7 @@ def true_values(policy_folder, problems):
         for node in range(1, len(nodes)):
             reach[node] = reach[nodes[node]["parent"]] * p[node]
         for node in reversed(range(1, len(nodes))):
-            if nodes[node]["depth"] == OPERATIONS + 1:
+            if nodes[node]["depth"] == toy.operations + 1:
                 v[node] = 1.0
             if nodes[node]["kind"] != "slip":
                 v[nodes[node]["parent"]] += v[node] * p[node]
@@ -292,7 +315,7 @@ def judge_critic(run, problems):
     with one_rank() as world:
         critic, all_steps, first = load_model(AutoModelForTokenClassification, run / "critic", world), [], 0
         for problem, (nodes, tokens, _, _) in zip(problems, truth):
-            states = [i for i, node in enumerate(nodes) if node["depth"] <= OPERATIONS]
+            states = [i for i, node in enumerate(nodes) if node["depth"] <= TOY.operations]
             all_steps.append(Steps(problem, first, [node["parent"] for node in nodes], tokens, states))
             first += len(nodes)
         values = predict(critic, pack(all_steps, 4096), first, world).numpy()
@@ -313,22 +336,30 @@ def judge_critic(run, problems):
             "correlation": float(covariance[0, 1] / math.sqrt(covariance[0, 0] * covariance[1, 1]))}
 
 
-def sampled_kl(run):
-    """KL(pi || pi_ref) of whole solutions, in nats: the mean of log pi(y|x) / pi_ref(y|x) over the actor's own samples."""
+def kl_of_samples(actor, ref, problems, answers):
+    """KL(pi || pi_ref) of whole solutions, in nats: the mean of log pi(y|x) / pi_ref(y|x) over the actor's own samples.
+    answers: for each problem a list of token ids."""
     from transformers import AutoModelForCausalLM
     from train_actor import Policy, node_logps
     from train_critic import Steps, load_model, pack
-    prompts = {row["id"]: toy_tokenizer()(row["problem"]).input_ids for row in read_lines(run / "test.jsonl")}
     all_steps, first = [], 0
-    for line in read_lines(run / "answers.jsonl"):
-        if (line["model"], line["kind"]) == ("actor", "sampled"):
-            tokens, n = [answer["ids"] for answer in line["answers"]], len(line["answers"])
-            all_steps.append(Steps(line["id"], first, [-1] + [0] * n, [prompts[line["id"]], *tokens], list(range(1, n + 1))))
-            first += n + 1
+    for problem, sampled in zip(problems, answers):
+        n = len(sampled)
+        all_steps.append(Steps(problem, first, [-1] + [0] * n, [toy_tokenizer()(problem).input_ids, *sampled],
+                               list(range(1, n + 1))))
+        first += n + 1
     with one_rank() as world:
-        actor, ref = (node_logps(load_model(AutoModelForCausalLM, run / name, world, wrap=Policy), pack(all_steps, 4096),
-                                 first, world) for name in ("actor", "policy"))
-    return (actor - ref).nanmean().item()
+        ours, theirs = (node_logps(load_model(AutoModelForCausalLM, folder, world, wrap=Policy), pack(all_steps, 4096),
+                                   first, world) for folder in (actor, ref))
+    return (ours - theirs).nanmean().item()
+
+
+def sampled_kl(run):
+    """kl_of_samples of a run's actor, on the test problems."""
+    problems = {row["id"]: row["problem"] for row in read_lines(run / "test.jsonl")}
+    lines = [line for line in read_lines(run / "answers.jsonl") if (line["model"], line["kind"]) == ("actor", "sampled")]
+    return kl_of_samples(run / "actor", run / "policy", [problems[line["id"]] for line in lines],
+                         [[answer["ids"] for answer in line["answers"]] for line in lines])
 
 
 def read_lines(path):
@@ -1860,13 +1891,15 @@ def test_advantages_without_a_critic(trained, small, tmp_path, source):
     assert set(record["inputs"]) == {"mc": {"trees", "policy"}, "outcome": {"solutions", "policy"}}[source]
 
 
-def test_a_critic_with_another_tokenizer(trained, tmp_path):
+@pytest.mark.parametrize("name", ["byte-level", "smollm2"])
+def test_a_critic_with_another_tokenizer(trained, tmp_path, name):
     """Its tokens are made step by step, so that a state's are a prefix of its successors'; its values are sensible."""
-    from train_critic import load_values, node_tokens
-    run, _ = trained
-    again, base = copy_of(run, tmp_path / "run", *INPUTS), make_model(tmp_path / "base", vocabulary=400)
-    byte_level_tokenizer().save_pretrained(base)
-    run_script(f"train_critic.py --run {again} --critic {base} --lr 1e-3 --batch 64 --max-tokens 2048 "
+    from train_critic import correlation, load_values, node_tokens
+    run, tokenizer = trained[0], TOKENIZERS[name]()
+    again, base = copy_of(run, tmp_path / "run", *INPUTS), make_model(tmp_path / "base", vocabulary=len(tokenizer))
+    tokenizer.chat_template = None  # the problem stands bare, as for the policy
+    tokenizer.save_pretrained(base)
+    run_script(f"train_critic.py --run {again} --critic {base} --lr 3e-3 --batch 64 --epochs 12 --max-tokens 2048 "
                "--save-dtype bfloat16 --holdout 0.2 --clip 0.5")
     assert {weight.dtype for weight in weights_of(again / "critic").values()} == {torch.bfloat16}
     held_out = json.loads((again / "train_critic.json").read_text())["summary"]["held-out states"]
@@ -1874,7 +1907,11 @@ def test_a_critic_with_another_tokenizer(trained, tmp_path):
     values = load_values(again / "values.safetensors")
     trees = read_lines(again / "trees.jsonl")
     assert len(values) == sum(len(tree["nodes"]) for tree in trees) and (values > 0).all() and (values < 1).all()
-    tokenizer = byte_level_tokenizer()
+    labels = np.array([node.get("value", math.nan) for tree in trees for node in tree["nodes"]])
+    labelled = ~np.isnan(labels)
+    found = correlation(values.numpy()[labelled], labels[labelled])
+    print("CORR", name, found, values.std())
+    assert found > 0.3, "it tells good states from bad ones"
     for tree in trees[:5]:
         tokens = node_tokens(tree, tokenizer, False, "")
         for node, fields in enumerate(tree["nodes"]):
@@ -2403,6 +2440,159 @@ def bench(run, seed, json_file):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# The study: where the advantage comes from
+
+TOYS = {"slips": TOY, "slips, 10 steps": Toy(operations=10), "slips, 20 steps": Toy(operations=20),
+        "guesses": Toy(risky=tuple(range(10)), slip=0.5)}  # any step may be guessed; right solutions have bad steps
+CELLS = [("slips", 128), ("slips", 32), ("slips", 512), ("slips, 10 steps", 128), ("slips, 20 steps", 128),
+         ("guesses", 128)]
+METHODS = ["critic", "mc", "outcome", "outcome, equal tokens"]
+GRID = [(lr, beta) for lr in (1e-4, 4e-4) for beta in (0.3, 1.0)]
+HELD_OUT, UNSEEN = 64, 192            # problems on which lr and beta are chosen, and those of the table
+ACTOR_STEPS, ACTOR_BATCH = 80, 96     # the same for all
+
+
+def one_answer_each(folder, problems, toy, sample):
+    """A policy's greedy or sampled answer to each problem: list of token ids."""
+    from transformers import AutoModelForCausalLM
+    prompts = torch.tensor([toy_tokenizer()(problem).input_ids for problem in problems])
+    torch.manual_seed(0)
+    with torch.no_grad():
+        ids = AutoModelForCausalLM.from_pretrained(folder).generate(
+            prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=toy.max_tokens, do_sample=sample,
+            **({"top_k": 0, "top_p": 1.0, "temperature": 1.0} if sample else {}))
+    answers = ids[:, prompts.shape[1]:].tolist()
+    return [answer[:answer.index(ID["<eos>"]) + 1] if ID["<eos>"] in answer else answer for answer in answers]
+
+
+def measure(folder, ref, rows, toy):
+    """A policy on problems of the toy: its sampled accuracy, exact (the mean of V(s_0)), its greedy accuracy, and
+    KL(pi || pi_ref) in nats a solution, from one sample a problem."""
+    from generate import grade
+    problems = [row["problem"] for row in rows]
+    values = [v[0] for _, _, v, _ in true_values(folder, problems, toy)]
+    greedy = [toy_tokenizer().decode(ids, skip_special_tokens=True) for ids in one_answer_each(folder, problems, toy, False)]
+    sampled = [[ids] for ids in one_answer_each(folder, problems, toy, True)]
+    return {"sampled": float(np.mean(values)), "greedy": float(np.mean([grade(*pair) for pair in zip(rows, greedy)])),
+            "kl": kl_of_samples(folder, ref, problems, sampled)}
+
+
+def study_data(world, run, toy, n_problems, seed):
+    """Sample, label and fit the critic on the first problems of a world; for equal tokens, sample the solutions that the
+    completions' tokens would have paid for -> {method: (its run, tokens sampled)}."""
+    from generate import bill
+    more = run / "more"
+    for folder in (run, more):
+        folder.mkdir(parents=True, exist_ok=True)
+        rows = read_lines(world / "problems.jsonl")[:n_problems]
+        (folder / "problems.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    sample = f"generate.py --model {world}/policy --max-tokens {toy.max_tokens} --seed {seed}"
+    run_command(f"{sample} --run {run} --solutions 4")
+    run_command(f"label.py --run {run} --seed {seed} --select 2 --completions 4")
+    states = json.loads((run / "label.json").read_text())["summary"]["states labelled"]
+    run_command(f"train_critic.py --run {run} --seed {seed} --critic {world}/policy --lr 3e-3 --batch 48 --epochs "
+                f"{min(16, max(4, 8000 // states))} --max-tokens 1024 --no-recompute")
+    solutions, completions = (bill(run, stage)["tokens sampled"] for stage in ("generate", "label"))
+    run_command(f"{sample} --run {more} --solutions {round(4 * (1 + completions / solutions))}")
+    return {"critic": (run, solutions + completions), "mc": (run, solutions + completions), "outcome": (run, solutions),
+            "outcome, equal tokens": (more, bill(more, "generate")["tokens sampled"])}
+
+
+def study_actor(world, run, source, lr, beta, seed):
+    """Train an actor in a run -> its folder."""
+    from safetensors.torch import load_file
+    from train_actor import choose_pairs, read_pairs
+    target = run / f"{source}-{lr}-{beta}"
+    if not target.exists():
+        values = load_file(run / "values.safetensors")["values"] if source == "critic" else None
+        pairs = choose_pairs(read_pairs(run, source, toy_tokenizer(), values), 0.1, seed)[3]["pairs trained on"]
+        run_command(f"train_actor.py --run {run} --advantage {source} --lr {lr} --beta {beta} --batch {ACTOR_BATCH} "
+                    f"--epochs {math.ceil(ACTOR_STEPS * ACTOR_BATCH / pairs)} --max-tokens 1024 --no-recompute "
+                    f"--seed {seed} --overwrite")
+        (run / "actor").rename(target)
+    return target
+
+
+def study(run, seed, seeds=3):
+    """Train on the same data by each source of advantages -> run/study.json, a table, and run/study.png."""
+    path, done = run / "study.json", {}
+    if path.exists():
+        done = json.loads(path.read_text())
+    for number, (name, n_problems) in itertools.product(range(seed, seed + seeds), CELLS):
+        key, toy, world = f"{name}, {n_problems} problems, seed {number}", TOYS[name], run / f"{name}-{number}".replace(", ", "-").replace(" ", "-")
+        if key in done:
+            continue
+        if not (world / "policy").exists():
+            make_toy(world, number, 512, HELD_OUT + UNSEEN, toy)
+        rows = read_lines(world / "test.jsonl")
+        held_out, unseen = rows[:HELD_OUT], rows[HELD_OUT:]
+        cell = {"ref": {"chosen": measure(world / "policy", world / "policy", unseen, toy)}}
+        data = study_data(world, world / str(n_problems), toy, n_problems, number)
+        for method, (folder, tokens) in data.items():
+            source, tried = method.split(",")[0], []
+            if number == seed and method == source:
+                for lr, beta in GRID:
+                    actor = study_actor(world, folder, source, lr, beta, number)
+                    tried.append({"lr": lr, "beta": beta, **measure(actor, world / "policy", held_out, toy)})
+                lr, beta = max(((point["sampled"], point["lr"], point["beta"]) for point in tried))[1:]
+            else:  # as chosen on the first seed
+                first = cell if number == seed else done[f"{name}, {n_problems} problems, seed {seed}"]
+                lr, beta = (first[source]["chosen"][which] for which in ("lr", "beta"))
+            actor = study_actor(world, folder, source, lr, beta, number)
+            cell[method] = {"tried": tried, "chosen": {"lr": lr, "beta": beta, "tokens": tokens,
+                                                       **measure(actor, world / "policy", unseen, toy)}}
+        done[key] = cell
+        path.write_text(json.dumps(done, indent=1))
+        print(f"{key}: " + ", ".join(f"{method} {found['chosen']['sampled']:.1%}" for method, found in cell.items()), flush=True)
+    print("\n".join(study_table(done)))
+    draw_study(done, run / "study.png")
+
+
+def by_cell(done, name, n_problems, method):
+    """The chosen actors' numbers of all seeds."""
+    return [cell[method]["chosen"] for key, cell in done.items() if key.startswith(f"{name}, {n_problems} problems, ")]
+
+
+def study_table(done):
+    """Sampled and greedy accuracy: mean of the seeds, lowest and highest; as lines of Markdown."""
+    lines = ["| toy | " + " | ".join(["π_ref", *METHODS]) + " |", "|---|" + "---|" * (1 + len(METHODS))]
+    for name, n_problems in CELLS:
+        for kind in ("sampled", "greedy"):
+            found = [[100 * point[kind] for point in by_cell(done, name, n_problems, method)] for method in ["ref", *METHODS]]
+            lines.append(f"| {name}, {n_problems} problems: {kind} | " + " | ".join(
+                f"{np.mean(x):.1f} ({min(x):.0f}–{max(x):.0f})" for x in found) + " |")
+    return lines
+
+
+def draw_study(done, path):
+    """Accuracy against KL(pi || pi_ref) in three of the toys, all settings that were tried, and against sampled tokens."""
+    import matplotlib
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    figure, axes = plt.subplots(2, 4, figsize=(17, 8), constrained_layout=True, sharey="row")
+    panels = [("slips", 128), ("slips, 20 steps", 128), ("guesses", 128)]
+    for row, kind in zip(axes, ("sampled", "greedy")):
+        for axis, (name, n_problems) in zip(row, panels):
+            axis.set(title=f"{name}, {n_problems} problems", xlabel="KL(π ‖ π_ref), nats a solution", xscale="symlog")
+            axis.axhline(np.mean([point[kind] for point in by_cell(done, name, n_problems, "ref")]), color="grey",
+                         linestyle=":", label="π_ref")
+        for method, colour in zip(METHODS, ("C0", "C2", "C1", "C3")):
+            for axis, (name, n_problems) in zip(row, panels):
+                cells = [cell for key, cell in done.items() if key.startswith(f"{name}, {n_problems} problems, ")]
+                tried = [point for cell in cells for point in cell[method]["tried"]]
+                chosen = by_cell(done, name, n_problems, method)
+                axis.scatter([p["kl"] for p in tried], [p[kind] for p in tried], s=18, facecolors="none", edgecolors=colour)
+                axis.scatter([p["kl"] for p in chosen], [p[kind] for p in chosen], s=55, color=colour, label=method)
+            series = [by_cell(done, "slips", n, method) for n in (32, 128, 512)]
+            row[3].plot([np.mean([p["tokens"] for p in points]) for points in series],
+                        [np.mean([p[kind] for p in points]) for points in series], "o-", color=colour, label=method)
+        row[3].set(title="slips; 32, 128, 512 problems", xlabel="tokens sampled", xscale="log")
+        row[0].set_ylabel(f"{kind} accuracy on unseen problems")
+    axes[0, 0].legend()
+    figure.savefig(path, dpi=90)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # The stress run
 
 # what a stage writes, and what it may find half-written: a file or folder that was not renamed yet
@@ -2483,18 +2673,19 @@ def stress(run, seed, kills=5):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("command", nargs="?", default="demo", choices=["demo", "bench", "stress"],
-                        help="bench: measure; stress: kill every stage at random moments (default: %(default)s)")
-    parser.add_argument("--run", type=Path, help="the run folder (default: runs/toy; of stress: runs/stress)")
+    parser.add_argument("command", nargs="?", default="demo", choices=["demo", "bench", "stress", "study"],
+                        help="bench: measure; stress: kill every stage at random moments; study: compare sources of the "
+                        "advantage (default: %(default)s)")
+    parser.add_argument("--run", type=Path, help="the run folder (default: runs/toy, runs/stress, runs/study)")
     parser.add_argument("--seed", type=int, default=0,
                         help="of the toy, its policy and all stages (default: %(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="where bench writes all its numbers")
     args = parser.parse_args()
-    run = args.run or HERE / "runs" / ("stress" if args.command == "stress" else "toy")
+    run = args.run or HERE / "runs" / (args.command if args.command in ("stress", "study") else "toy")
     if args.command == "bench":
         bench(run, args.seed, args.json)
     else:
-        {"demo": demo, "stress": stress}[args.command](run, args.seed)
+        {"demo": demo, "stress": stress, "study": study}[args.command](run, args.seed)
 
 
 if __name__ == "__main__":
