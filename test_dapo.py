@@ -1891,6 +1891,34 @@ def test_advantages_without_a_critic(trained, small, tmp_path, source):
     assert set(record["inputs"]) == {"mc": {"trees", "policy"}, "outcome": {"solutions", "policy"}}[source]
 
 
+def test_a_second_round(trained, small, monkeypatch, capsys, tmp_path):
+    """The new actor is the policy, its critic starts from the last one; every file names the policy that it came from,
+    and files of another round are refused."""
+    from safetensors import safe_open
+    first, second = trained[0], tmp_path / "second"
+    for command in (f"generate.py --run {second} --model {first}/actor --problems {small}/problems.jsonl --solutions 4 "
+                    "--max-tokens 64", f"label.py --run {second} --select 2 --completions 2",
+                    f"train_critic.py --run {second} --critic {first}/critic --lr 1e-3 --batch 64 --max-tokens 512",
+                    f"train_actor.py --run {second} --beta 0.3 --lr 1e-4 --batch 64 --max-tokens 512"):
+        run_script(command)
+    policy, records = model_hash(first / "actor"), {path.stem: json.loads(path.read_text()) for path in second.glob("*.json")}
+    assert policy != model_hash(first / "policy")
+    assert all(records[stage]["inputs"]["policy"] == policy for stage in ("generate", "label", "train_actor"))
+    assert records["train_critic"]["inputs"]["critic base"] == model_hash(first / "critic")
+    for name in ("values", "ref_logps"):
+        with safe_open(second / f"{name}.safetensors", "pt") as file:
+            assert file.metadata()["policy"] == policy
+    loss = next(line["loss"] for line in read_lines(second / "log.jsonl") if line["stage"] == "train_critic")
+    assert abs(loss - math.log(2)) > 0.01, "the warm-started critic keeps its head"
+    shutil.copy(first / "values.safetensors", second)
+    refused = error_of(monkeypatch, capsys, "train_actor", "--run", second, "--overwrite")
+    assert "values.safetensors: was made from another trees" in refused
+    shutil.copy(first / "trees.jsonl", second)
+    shutil.copy(first / "label.json", second)
+    refused = error_of(monkeypatch, capsys, "train_actor", "--run", second, "--overwrite")
+    assert "not the policy that the trees were sampled from" in refused
+
+
 @pytest.mark.parametrize("name", ["byte-level", "smollm2"])
 def test_a_critic_with_another_tokenizer(trained, tmp_path, name):
     """Its tokens are made step by step, so that a state's are a prefix of its successors'; its values are sensible."""
