@@ -56,10 +56,11 @@ class Toy:
     risky: tuple = (7, 8)   # operands of the steps that are written carelessly ...
     careless: float = 0.6   # ... with this probability, and are then ...
     slip: float = 0.65      # ... off by one with this one
+    filler: int = 0         # "=" after each operation: with 4 it is as long as a line, so that a small model finds its place
 
     @property
     def prompt_tokens(self):
-        return 2 * self.operations + 2
+        return (2 + self.filler) * self.operations + 2
 
     @property
     def max_tokens(self):
@@ -79,18 +80,20 @@ SYMBOLS = ["<pad>", "<eos>", "\n", *"0123456789+-=?", "\\boxed{", "}"]
 ID = {symbol: number for number, symbol in enumerate(SYMBOLS)}
 
 
-def toy_problem(rng, operations=TOY.operations):
+def toy_problem(rng, toy=TOY):
     """A sum like 2+2-8+7-1+3= -> (text, answer)."""
-    digits = [rng.randrange(10) for _ in range(operations + 1)]
-    signs = [rng.choice("+-") for _ in range(operations)]
+    digits = [rng.randrange(10) for _ in range(toy.operations + 1)]
+    signs = [rng.choice("+-") for _ in range(toy.operations)]
     total = digits[0] + sum(digit if sign == "+" else -digit for sign, digit in zip(signs, digits[1:]))
-    return "".join(f"{digit}{sign}" for digit, sign in zip(digits, [*signs, "="])), total % 10
+    operations = [f"{sign}{digit}{'=' * toy.filler}" for sign, digit in zip(signs, digits[1:])]
+    return f"{digits[0]}{''.join(operations)}=", total % 10
 
 
 def right_steps(problem, toy=TOY):
     """The lines of the right solution, all written with =, and whether each is risky."""
-    running, steps = int(problem[0]), []
-    for sign, digit in zip(problem[1:-1:2], problem[2::2]):
+    bare = problem.replace("=", "")
+    running, steps = int(bare[0]), []
+    for sign, digit in zip(bare[1::2], bare[2::2]):
         result = (running + int(digit) * (1 if sign == "+" else -1)) % 10
         steps.append((f"{running}{sign}{digit}={result}\n", int(digit) in toy.risky))
         running = result
@@ -102,17 +105,17 @@ def demonstrations(n, rng, toy=TOY):
     digits, minus = rng.integers(0, 10, (n, toy.operations + 1)), rng.integers(0, 2, (n, toy.operations))
     signs, zero = np.where(minus, ID["-"], ID["+"]), ID["0"]
     always = {symbol: np.full(n, number) for symbol, number in ID.items()}
-    problem = [column for i in range(toy.operations) for column in (digits[:, i] + zero, signs[:, i])]
-    solution, running = [], digits[:, 0]
+    problem, solution, running = [digits[:, 0] + zero], [], digits[:, 0]
     for i in range(toy.operations):
         operand = digits[:, i + 1]
+        problem += [signs[:, i], operand + zero] + [always["="]] * toy.filler
         careless = np.isin(operand, toy.risky) & (rng.random(n) < toy.careless)
         slip = careless & (rng.random(n) < toy.slip)
         result = (running + np.where(minus[:, i], -operand, operand) + slip) % 10
         mark = np.where(careless, ID["?"], ID["="])
         solution += [running + zero, signs[:, i], operand + zero, mark, result + zero, always["\n"]]
         running = result
-    columns = [*problem, digits[:, -1] + zero, always["="], *solution, always["\\boxed{"], running + zero, always["}"],
+    columns = [*problem, always["="], *solution, always["\\boxed{"], running + zero, always["}"],
                always["<eos>"]]
     return np.stack(columns, axis=1)
 
@@ -198,7 +201,7 @@ def make_toy(run, seed, n_problems, n_test, toy=TOY):
     run.mkdir(parents=True, exist_ok=True)
     rng, problems = random.Random(seed), {}
     while len(problems) < n_problems + n_test:
-        text, answer = toy_problem(rng, toy.operations)
+        text, answer = toy_problem(rng, toy)
         problems[text] = answer
     rows = [{"id": f"toy-{i}", "problem": text, "answer": str(answer)}
             for i, (text, answer) in enumerate(problems.items())]
@@ -357,7 +360,8 @@ def kl_of_samples(actor, ref, problems, answers):
 def sampled_kl(run):
     """kl_of_samples of a run's actor, on the test problems."""
     problems = {row["id"]: row["problem"] for row in read_lines(run / "test.jsonl")}
-    lines = [line for line in read_lines(run / "answers.jsonl") if (line["model"], line["kind"]) == ("actor", "sampled")]
+    lines = [line for line in read_lines(run / "answers.jsonl")
+             if (line["model"], line["kind"]) == ("actor", "sampled")]
     return kl_of_samples(run / "actor", run / "policy", [problems[line["id"]] for line in lines],
                          [[answer["ids"] for answer in line["answers"]] for line in lines])
 
@@ -822,13 +826,13 @@ def test_monte_carlo_action_values_are_pooled():
 def test_whole_solutions_as_actions(tmp_path):
     """--advantage outcome: A = r - mean over all solutions; each distinct one is trained on once, none that was cut."""
     from train_actor import choose_pairs, read_pairs
-    rows = [row_of([solution("1\n2\n", 1.0), solution("1\n2\n", 1.0), solution("1\n3", 0.0), solution("1\n", 0.0, "length")]),
-            row_of([solution("1\n3", 0.0), solution("1\n2\n3", 0.0)])]
+    right, wrong, cut = solution("1\n2\n", 1.0), solution("1\n3", 0.0), solution("1\n", 0.0, "length")
+    rows = [row_of([right, right, wrong, cut]), row_of([wrong, solution("1\n2\n3", 0.0)])]
     (tmp_path / "solutions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     trees = list(read_pairs(tmp_path, "outcome", toy_tokenizer()))
     train, drift, advantage, counts = choose_pairs(trees, 0.1, seed=0)
     pairs = {tuple(train[0].tokens[node]): advantage[node].item() for node in train[0].wanted}
-    assert len(train) == 1 and pairs == {tuple(rows[0]["solutions"][0]["ids"]): 0.5, tuple(rows[0]["solutions"][2]["ids"]): -0.5}
+    assert len(train) == 1 and pairs == {tuple(right["ids"]): 0.5, tuple(wrong["ids"]): -0.5}
     assert counts["pairs trained on"] == 2 and counts["actions cut off, not trained on"] == 1
     assert [(steps.first, steps.wanted) for steps in drift] == [(4, [1, 2])] and len(advantage) == 7
 
@@ -952,8 +956,7 @@ def test_theorem_3_2(seed, beta):
 
 def test_theorem_3_2_needs_every_action():
     """Trained on the first two of three actions alone, V falls from .82 to .40; on all three it rises."""
-    ref, q = torch.tensor([[0.1, 0.1, 0.8]], dtype=torch.float64), torch.tensor([[0.2, 0.0, 1.0]], dtype=torch.float64)
-    support = torch.tensor([[1.0, 1.0, 0.0]], dtype=torch.float64)
+    ref, q, support = torch.tensor([[[0.1, 0.1, 0.8]], [[0.2, 0.0, 1.0]], [[1.0, 1.0, 0.0]]], dtype=torch.float64)
     seen = q - (q * support).sum() / support.sum()
     value = lambda policy: (policy * q).sum().item()
     assert seen[0, :2].tolist() == pytest.approx([0.1, -0.1]) and value(ref) == pytest.approx(0.82)
@@ -962,7 +965,7 @@ def test_theorem_3_2_needs_every_action():
 
 
 def test_advantages_along_a_solution_sum_to_its_reward_minus_the_prompts_value():
-    """sum_t A(s_t, a_t) = r - V(s_0): so the same beta asks for the same total log-ratio with whole solutions as actions."""
+    """sum_t A(s_t, a_t) = r - V(s_0): with whole solutions as actions, the same beta asks for the same total log-ratio."""
     for seed in range(3):
         _, reward, values, advantage = random_mdp(seed)
         for actions in itertools.product(range(ACTIONS), repeat=DEPTH):
@@ -1901,7 +1904,8 @@ def test_a_second_round(trained, small, monkeypatch, capsys, tmp_path):
                     f"train_critic.py --run {second} --critic {first}/critic --lr 1e-3 --batch 64 --max-tokens 512",
                     f"train_actor.py --run {second} --beta 0.3 --lr 1e-4 --batch 64 --max-tokens 512"):
         run_script(command)
-    policy, records = model_hash(first / "actor"), {path.stem: json.loads(path.read_text()) for path in second.glob("*.json")}
+    policy = model_hash(first / "actor")
+    records = {path.stem: json.loads(path.read_text()) for path in second.glob("*.json")}
     assert policy != model_hash(first / "policy")
     assert all(records[stage]["inputs"]["policy"] == policy for stage in ("generate", "label", "train_actor"))
     assert records["train_critic"]["inputs"]["critic base"] == model_hash(first / "critic")
@@ -2499,10 +2503,10 @@ def measure(folder, ref, rows, toy):
     from generate import grade
     problems = [row["problem"] for row in rows]
     values = [v[0] for _, _, v, _ in true_values(folder, problems, toy)]
-    greedy = [toy_tokenizer().decode(ids, skip_special_tokens=True) for ids in one_answer_each(folder, problems, toy, False)]
-    sampled = [[ids] for ids in one_answer_each(folder, problems, toy, True)]
-    return {"sampled": float(np.mean(values)), "greedy": float(np.mean([grade(*pair) for pair in zip(rows, greedy)])),
-            "kl": kl_of_samples(folder, ref, problems, sampled)}
+    greedy, sampled = (one_answer_each(folder, problems, toy, sample) for sample in (False, True))
+    right = [grade(row, toy_tokenizer().decode(ids, skip_special_tokens=True)) for row, ids in zip(rows, greedy)]
+    return {"sampled": float(np.mean(values)), "greedy": float(np.mean(right)),
+            "kl": kl_of_samples(folder, ref, problems, [[ids] for ids in sampled])}
 
 
 def study_data(world, run, toy, n_problems, seed):
@@ -2543,15 +2547,15 @@ def study_actor(world, run, source, lr, beta, seed):
 
 def study(run, seed, seeds=3):
     """Train on the same data by each source of advantages -> run/study.json, a table, and run/study.png."""
-    path, done = run / "study.json", {}
-    if path.exists():
-        done = json.loads(path.read_text())
+    path = run / "study.json"
+    done = json.loads(path.read_text()) if path.exists() else {}
     for number, (name, n_problems) in itertools.product(range(seed, seed + seeds), CELLS):
-        key, toy, world = f"{name}, {n_problems} problems, seed {number}", TOYS[name], run / f"{name}-{number}".replace(", ", "-").replace(" ", "-")
+        key, toy = f"{name}, {n_problems} problems, seed {number}", TOYS[name]
+        world = run / f"{name}-{number}".replace(", ", "-").replace(" ", "-")
         if key in done:
             continue
         if not (world / "policy").exists():
-            make_toy(world, number, 512, HELD_OUT + UNSEEN, toy)
+            make_toy(world, number, n_problems=512, n_test=HELD_OUT + UNSEEN, toy=toy)
         rows = read_lines(world / "test.jsonl")
         held_out, unseen = rows[:HELD_OUT], rows[HELD_OUT:]
         cell = {"ref": {"chosen": measure(world / "policy", world / "policy", unseen, toy)}}
@@ -2562,16 +2566,17 @@ def study(run, seed, seeds=3):
                 for lr, beta in GRID:
                     actor = study_actor(world, folder, source, lr, beta, number)
                     tried.append({"lr": lr, "beta": beta, **measure(actor, world / "policy", held_out, toy)})
-                lr, beta = max(((point["sampled"], point["lr"], point["beta"]) for point in tried))[1:]
+                best = max(tried, key=lambda point: point["sampled"])
             else:  # as chosen on the first seed
-                first = cell if number == seed else done[f"{name}, {n_problems} problems, seed {seed}"]
-                lr, beta = (first[source]["chosen"][which] for which in ("lr", "beta"))
+                best = (cell if number == seed else done[f"{name}, {n_problems} problems, seed {seed}"])[source]["chosen"]
+            lr, beta = best["lr"], best["beta"]
             actor = study_actor(world, folder, source, lr, beta, number)
             cell[method] = {"tried": tried, "chosen": {"lr": lr, "beta": beta, "tokens": tokens,
                                                        **measure(actor, world / "policy", unseen, toy)}}
         done[key] = cell
         path.write_text(json.dumps(done, indent=1))
-        print(f"{key}: " + ", ".join(f"{method} {found['chosen']['sampled']:.1%}" for method, found in cell.items()), flush=True)
+        print(f"\n{key}: " + ", ".join(f"{method} {found['chosen']['sampled']:.1%}" for method, found in cell.items()),
+              flush=True)
     print("\n".join(study_table(done)))
     draw_study(done, run / "study.png")
 
@@ -2586,7 +2591,8 @@ def study_table(done):
     lines = ["| toy | " + " | ".join(["π_ref", *METHODS]) + " |", "|---|" + "---|" * (1 + len(METHODS))]
     for name, n_problems in CELLS:
         for kind in ("sampled", "greedy"):
-            found = [[100 * point[kind] for point in by_cell(done, name, n_problems, method)] for method in ["ref", *METHODS]]
+            found = [[100 * point[kind] for point in by_cell(done, name, n_problems, method)]
+                     for method in ["ref", *METHODS]]
             lines.append(f"| {name}, {n_problems} problems: {kind} | " + " | ".join(
                 f"{np.mean(x):.1f} ({min(x):.0f}–{max(x):.0f})" for x in found) + " |")
     return lines
@@ -2609,7 +2615,7 @@ def draw_study(done, path):
                 cells = [cell for key, cell in done.items() if key.startswith(f"{name}, {n_problems} problems, ")]
                 tried = [point for cell in cells for point in cell[method]["tried"]]
                 chosen = by_cell(done, name, n_problems, method)
-                axis.scatter([p["kl"] for p in tried], [p[kind] for p in tried], s=18, facecolors="none", edgecolors=colour)
+                axis.scatter([p["kl"] for p in tried], [p[kind] for p in tried], s=18, color=colour, alpha=0.4)
                 axis.scatter([p["kl"] for p in chosen], [p[kind] for p in chosen], s=55, color=colour, label=method)
             series = [by_cell(done, "slips", n, method) for n in (32, 128, 512)]
             row[3].plot([np.mean([p["tokens"] for p in points]) for points in series],
