@@ -53,26 +53,30 @@ HERE = Path(__file__).parent
 class Toy:
     """How long the sums are, and how careless their author."""
     operations: int = 5
+    repeats: int = 1        # how often they are gone through, a step each
     risky: tuple = (7, 8)   # operands of the steps that are written carelessly ...
     careless: float = 0.6   # ... with this probability, and are then ...
     slip: float = 0.65      # ... off by one with this one
-    filler: int = 0         # "=" after each operation: with 4 it is as long as a line, so that a small model finds its place
+
+    @property
+    def steps(self):
+        return self.operations * self.repeats
 
     @property
     def prompt_tokens(self):
-        return (2 + self.filler) * self.operations + 2
+        return 2 * self.operations + 2
 
     @property
     def max_tokens(self):
         """A token limit that no solution needs."""
-        return 6 * self.operations + 34
+        return 6 * self.steps + 34
 
     @property
     def entropy(self):
         """The nats a token that a model which knows the sums still loses on the author's carelessness."""
         coin = lambda p: -p * math.log(p) - (1 - p) * math.log(1 - p)
         step = len(self.risky) / 10 * (coin(self.careless) + self.careless * coin(self.slip))
-        return self.operations * step / (6 * self.operations + 4)
+        return self.steps * step / (6 * self.steps + 4)
 
 
 TOY = Toy()
@@ -84,16 +88,14 @@ def toy_problem(rng, toy=TOY):
     """A sum like 2+2-8+7-1+3= -> (text, answer)."""
     digits = [rng.randrange(10) for _ in range(toy.operations + 1)]
     signs = [rng.choice("+-") for _ in range(toy.operations)]
-    total = digits[0] + sum(digit if sign == "+" else -digit for sign, digit in zip(signs, digits[1:]))
-    operations = [f"{sign}{digit}{'=' * toy.filler}" for sign, digit in zip(signs, digits[1:])]
-    return f"{digits[0]}{''.join(operations)}=", total % 10
+    total = digits[0] + toy.repeats * sum(digit if sign == "+" else -digit for sign, digit in zip(signs, digits[1:]))
+    return "".join(f"{digit}{sign}" for digit, sign in zip(digits, [*signs, "="])), total % 10
 
 
 def right_steps(problem, toy=TOY):
     """The lines of the right solution, all written with =, and whether each is risky."""
-    bare = problem.replace("=", "")
-    running, steps = int(bare[0]), []
-    for sign, digit in zip(bare[1::2], bare[2::2]):
+    running, steps = int(problem[0]), []
+    for sign, digit in list(zip(problem[1:-1:2], problem[2::2])) * toy.repeats:
         result = (running + int(digit) * (1 if sign == "+" else -1)) % 10
         steps.append((f"{running}{sign}{digit}={result}\n", int(digit) in toy.risky))
         running = result
@@ -105,17 +107,17 @@ def demonstrations(n, rng, toy=TOY):
     digits, minus = rng.integers(0, 10, (n, toy.operations + 1)), rng.integers(0, 2, (n, toy.operations))
     signs, zero = np.where(minus, ID["-"], ID["+"]), ID["0"]
     always = {symbol: np.full(n, number) for symbol, number in ID.items()}
-    problem, solution, running = [digits[:, 0] + zero], [], digits[:, 0]
-    for i in range(toy.operations):
+    problem = [column for i in range(toy.operations) for column in (digits[:, i] + zero, signs[:, i])]
+    solution, running = [], digits[:, 0]
+    for i in [*range(toy.operations)] * toy.repeats:
         operand = digits[:, i + 1]
-        problem += [signs[:, i], operand + zero] + [always["="]] * toy.filler
         careless = np.isin(operand, toy.risky) & (rng.random(n) < toy.careless)
         slip = careless & (rng.random(n) < toy.slip)
         result = (running + np.where(minus[:, i], -operand, operand) + slip) % 10
         mark = np.where(careless, ID["?"], ID["="])
         solution += [running + zero, signs[:, i], operand + zero, mark, result + zero, always["\n"]]
         running = result
-    columns = [*problem, always["="], *solution, always["\\boxed{"], running + zero, always["}"],
+    columns = [*problem, digits[:, -1] + zero, always["="], *solution, always["\\boxed{"], running + zero, always["}"],
                always["<eos>"]]
     return np.stack(columns, axis=1)
 
@@ -208,7 +210,7 @@ def make_toy(run, seed, n_problems, n_test, toy=TOY):
     for name, part in (("problems.jsonl", rows[:n_problems]), ("test.jsonl", rows[n_problems:])):
         (run / name).write_text("".join(json.dumps(row) + "\n" for row in part))
     policy = train_toy_policy(seed, SYMBOLS, functools.partial(demonstrations, toy=toy), toy.prompt_tokens,
-                              learnt=round(toy.entropy + 0.029, 3), batch=320 // toy.operations)
+                              learnt=round(toy.entropy + 0.029, 3), batch=320 // toy.steps)
     policy.save_pretrained(run / "policy")
     toy_tokenizer().save_pretrained(run / "policy")
 
@@ -270,7 +272,7 @@ def truth_tree(problem, toy=TOY):
         if risky:
             result = int(line[-2])
             writings += [("careless", line.replace("=", "?")), ("slip", line[:3] + f"?{(result + 1) % 10}\n")]
-        last, parents, frontier = depth > toy.operations, frontier, []
+        last, parents, frontier = depth > toy.steps, frontier, []
         for parent, (kind, text) in itertools.product(parents, writings):
             if kind != "slip":
                 frontier.append(len(nodes))
@@ -300,7 +302,7 @@ def true_values(policy_folder, problems, toy=TOY):
         for node in range(1, len(nodes)):
             reach[node] = reach[nodes[node]["parent"]] * p[node]
         for node in reversed(range(1, len(nodes))):
-            if nodes[node]["depth"] == toy.operations + 1:
+            if nodes[node]["depth"] == toy.steps + 1:
                 v[node] = 1.0
             if nodes[node]["kind"] != "slip":
                 v[nodes[node]["parent"]] += v[node] * p[node]
@@ -2474,7 +2476,7 @@ def bench(run, seed, json_file):
 # ---------------------------------------------------------------------------------------------------------------------
 # The study: where the advantage comes from
 
-TOYS = {"slips": TOY, "slips, 10 steps": Toy(operations=10), "slips, 20 steps": Toy(operations=20),
+TOYS = {"slips": TOY, "slips, 10 steps": Toy(repeats=2), "slips, 20 steps": Toy(repeats=4),
         "guesses": Toy(risky=tuple(range(10)), slip=0.5)}  # any step may be guessed; right solutions have bad steps
 CELLS = [("slips", 128), ("slips", 32), ("slips", 512), ("slips, 10 steps", 128), ("slips, 20 steps", 128),
          ("guesses", 128)]
