@@ -159,9 +159,9 @@ class Muon(torch.optim.Optimizer):
                                alpha=-group["lr"] * max(1, parameter.shape[0] / parameter.shape[1]) ** 0.5)
 
 
-def train_toy_policy(seed, symbols, demonstrations, prompt_tokens, learnt, batch=64, cool_down=100):
+def train_toy_policy(seed, symbols, demonstrations, prompt_tokens, learnt, batch=64, cool_down=100, start=None):
     """A small Llama model that imitates the careless author of demonstrations(n, rng). It trains until its loss is
-    `learnt`, then cool_down steps more while the learning rate falls to 0."""
+    `learnt`, then cool_down steps more while the learning rate falls to 0. start: the folder of a policy to begin with."""
     from transformers import LlamaConfig, LlamaForCausalLM
     from generate import progress_bar
     torch.manual_seed(seed)
@@ -171,6 +171,8 @@ def train_toy_policy(seed, symbols, demonstrations, prompt_tokens, learnt, batch
         rope_parameters={"rope_type": "default", "rope_theta": 100.0},
         bos_token_id=None, eos_token_id=symbols.index("<eos>"), pad_token_id=symbols.index("<pad>"),
         tie_word_embeddings=True))
+    if start:
+        model = LlamaForCausalLM.from_pretrained(start, dtype=torch.float32)
     matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
     others = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
     optimizers = {Muon(matrices, lr=0.03): 0.03, torch.optim.AdamW(others, betas=(0.9, 0.98), weight_decay=0.0): 4e-3}
@@ -198,8 +200,8 @@ def train_toy_policy(seed, symbols, demonstrations, prompt_tokens, learnt, batch
     return model
 
 
-def make_toy(run, seed, n_problems, n_test, toy=TOY):
-    """Write problems.jsonl, test.jsonl (no problem in both) and policy/ into a run."""
+def make_toy(run, seed, n_problems, n_test, toy=TOY, start=None):
+    """Write problems.jsonl, test.jsonl (no problem in both) and policy/ into a run. start: see train_toy_policy."""
     run.mkdir(parents=True, exist_ok=True)
     rng, problems = random.Random(seed), {}
     while len(problems) < n_problems + n_test:
@@ -210,7 +212,7 @@ def make_toy(run, seed, n_problems, n_test, toy=TOY):
     for name, part in (("problems.jsonl", rows[:n_problems]), ("test.jsonl", rows[n_problems:])):
         (run / name).write_text("".join(json.dumps(row) + "\n" for row in part))
     policy = train_toy_policy(seed, SYMBOLS, functools.partial(demonstrations, toy=toy), toy.prompt_tokens,
-                              learnt=round(toy.entropy + 0.029, 3), batch=320 // toy.steps)
+                              learnt=round(toy.entropy + 0.029, 3), batch=320 // toy.steps, start=start)
     policy.save_pretrained(run / "policy")
     toy_tokenizer().save_pretrained(run / "policy")
 
@@ -2553,11 +2555,13 @@ def study(run, seed, seeds=3):
     done = json.loads(path.read_text()) if path.exists() else {}
     for number, (name, n_problems) in itertools.product(range(seed, seed + seeds), CELLS):
         key, toy = f"{name}, {n_problems} problems, seed {number}", TOYS[name]
-        world = run / f"{name}-{number}".replace(", ", "-").replace(" ", "-")
+        world, first_policy = (run / f"{x}-{number}".replace(", ", "-").replace(" ", "-") for x in (name, "slips"))
         if key in done:
             continue
         if not (world / "policy").exists():
-            make_toy(world, number, n_problems=512, n_test=HELD_OUT + UNSEEN, toy=toy)
+            # the first toy's policy knows the sums already
+            make_toy(world, number, n_problems=512, n_test=HELD_OUT + UNSEEN, toy=toy,
+                     start=first_policy / "policy" if name != "slips" else None)
         rows = read_lines(world / "test.jsonl")
         held_out, unseen = rows[:HELD_OUT], rows[HELD_OUT:]
         cell = {"ref": {"chosen": measure(world / "policy", world / "policy", unseen, toy)}}
