@@ -32,7 +32,7 @@ import sys
 import tempfile
 import time
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 # Read when torch is imported: threads that wait do not spin, which costs little, and much less when a core is taken.
@@ -1741,6 +1741,59 @@ def test_the_critic_on_unseen_problems(toy):
     assert marks["V(right) > V(slip)"] >= 0.9 and marks["correlation"] >= 0.4
 
 
+def test_the_toys_sums_are_right():
+    """Problems, right steps and demonstrations of all toys agree, and what an author loses on average is known."""
+    rng, tokenizer = random.Random(0), toy_tokenizer()
+    for toy in TOYS.values():
+        for _ in range(50):
+            problem, answer = toy_problem(rng, toy)
+            steps = right_steps(problem, toy)
+            assert len(steps) == toy.steps + 1 and steps[-1][0] == f"\\boxed{{{answer}}}"
+        careful = replace(toy, careless=0.0)
+        for ids in demonstrations(50, np.random.default_rng(0), careful):
+            problem, solution = (tokenizer.decode(part, skip_special_tokens=True)
+                                 for part in (ids[:toy.prompt_tokens], ids[toy.prompt_tokens:]))
+            assert solution == "".join(line for line, _ in right_steps(problem, toy))
+            assert len(ids) - toy.prompt_tokens <= toy.max_tokens
+        marks = demonstrations(4000, np.random.default_rng(0), toy) == ID["?"]
+        assert marks.sum() / 4000 == pytest.approx(toy.steps * toy.careless * len(toy.risky) / 10, rel=0.05)
+    assert TOY.entropy == pytest.approx(0.0312, abs=1e-4)
+
+
+def test_the_study_measures_what_evaluate_does(toy):
+    """Exact values against sampled accuracy, transformers' greedy answers against vLLM's."""
+    report, rows = json.loads((toy / "report.json").read_text())["models"], read_lines(toy / "test.jsonl")
+    for name, folder in (("ref", toy / "policy"), ("actor", toy / "actor")):
+        found = measure(folder, toy / "policy", rows, TOY)
+        assert found["greedy"] == pytest.approx(report[name]["greedy"], abs=0.02)
+        assert found["sampled"] == pytest.approx(report[name]["sampled"], abs=0.05)
+        assert found["kl"] == 0 if name == "ref" else 0.3 * sampled_kl(toy) < found["kl"] < 3 * sampled_kl(toy)
+
+
+def test_the_study(toy, monkeypatch, tmp_path):
+    """One small cell, from sampling to the table and the picture; what is done is not done again."""
+    module = sys.modules[__name__]
+    for name, value in dict(CELLS=[("slips", 24)], GRID=[(1e-4, 0.3), (1e-3, 0.3)], ACTOR_STEPS=12, HELD_OUT=16,
+                            UNSEEN=32).items():
+        monkeypatch.setattr(module, name, value)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    copy_of(toy, tmp_path / "slips-0", "policy", "problems.jsonl", "test.jsonl")
+    study(tmp_path, seed=0, seeds=1)
+    done = json.loads((tmp_path / "study.json").read_text())
+    cell = done["slips, 24 problems, seed 0"]
+    assert set(cell) == {"ref", *METHODS} and (tmp_path / "study.png").stat().st_size > 10_000
+    for method in METHODS:
+        tried, chosen = cell[method]["tried"], cell[method]["chosen"]
+        assert len(tried) == (0 if "equal" in method else 2) and chosen["kl"] > 0
+        if tried:
+            assert chosen["lr"] == max(tried, key=lambda point: point["sampled"])["lr"]
+    assert cell["outcome"]["chosen"]["tokens"] < cell["mc"]["chosen"]["tokens"] == cell["critic"]["chosen"]["tokens"]
+    assert cell["outcome, equal tokens"]["chosen"]["tokens"] == pytest.approx(cell["mc"]["chosen"]["tokens"], rel=0.15)
+    before = (tmp_path / "study.json").read_bytes()
+    study(tmp_path, seed=0, seeds=1)
+    assert before == (tmp_path / "study.json").read_bytes()
+
+
 def test_before_the_first_step_the_log_ratio_is_zero(toy):
     """... to the bit, and the loss is the mean of 1/2 (A/beta)^2."""
     from safetensors.torch import load_file
@@ -2169,7 +2222,6 @@ def solution_tree(n_steps, n_actions, first=0):
 
 def solution_forest(n_trees, n_steps, n_actions, wanted):
     """n_trees of them. wanted: "actions", "states" or "nodes" (both)."""
-    from dataclasses import replace
     forest, first = [], 0
     for _ in range(n_trees):
         steps, states = solution_tree(n_steps, n_actions, first)
@@ -2389,7 +2441,6 @@ def count_tokens(llm, requests):
 def labelling_requests(run, sampler, roots):
     """Sample solutions and select six -> (the requests that label.py makes of them, the usual way's: every state of
     every selected solution, the root too)."""
-    from dataclasses import replace
     from generate import sample
     from label import Tree
     settings = {"completions": 16, "max_tokens": 64, "temperature": 1.0, "top_p": 1.0, "seed": 0}
@@ -2599,35 +2650,38 @@ def study_table(done):
         for kind in ("sampled", "greedy"):
             found = [[100 * point[kind] for point in by_cell(done, name, n_problems, method)]
                      for method in ["ref", *METHODS]]
-            lines.append(f"| {name}, {n_problems} problems: {kind} | " + " | ".join(
-                f"{np.mean(x):.1f} ({min(x):.0f}–{max(x):.0f})" for x in found) + " |")
+            if found[0]:
+                lines.append(f"| {name}, {n_problems} problems: {kind} | " + " | ".join(
+                    f"{np.mean(x):.1f} ({min(x):.0f}–{max(x):.0f})" for x in found) + " |")
     return lines
 
 
 def draw_study(done, path):
-    """Accuracy against KL(pi || pi_ref) in three of the toys, all settings that were tried, and against sampled tokens."""
+    """Accuracy against KL(pi || pi_ref) in three of the toys, with all settings that were tried (small), and against
+    sampled tokens."""
     import matplotlib
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
     figure, axes = plt.subplots(2, 4, figsize=(17, 8), constrained_layout=True, sharey="row")
-    panels = [("slips", 128), ("slips, 20 steps", 128), ("guesses", 128)]
+    colours = dict(zip(METHODS, ("C0", "C2", "C1", "C3")))
     for row, kind in zip(axes, ("sampled", "greedy")):
-        for axis, (name, n_problems) in zip(row, panels):
-            axis.set(title=f"{name}, {n_problems} problems", xlabel="KL(π ‖ π_ref), nats a solution", xscale="symlog")
-            axis.axhline(np.mean([point[kind] for point in by_cell(done, name, n_problems, "ref")]), color="grey",
-                         linestyle=":", label="π_ref")
-        for method, colour in zip(METHODS, ("C0", "C2", "C1", "C3")):
-            for axis, (name, n_problems) in zip(row, panels):
-                cells = [cell for key, cell in done.items() if key.startswith(f"{name}, {n_problems} problems, ")]
-                tried = [point for cell in cells for point in cell[method]["tried"]]
-                chosen = by_cell(done, name, n_problems, method)
-                axis.scatter([p["kl"] for p in tried], [p[kind] for p in tried], s=18, color=colour, alpha=0.4)
-                axis.scatter([p["kl"] for p in chosen], [p[kind] for p in chosen], s=55, color=colour, label=method)
-            series = [by_cell(done, "slips", n, method) for n in (32, 128, 512)]
-            row[3].plot([np.mean([p["tokens"] for p in points]) for points in series],
-                        [np.mean([p[kind] for p in points]) for points in series], "o-", color=colour, label=method)
-        row[3].set(title="slips; 32, 128, 512 problems", xlabel="tokens sampled", xscale="log")
         row[0].set_ylabel(f"{kind} accuracy on unseen problems")
+        for axis, name in zip(row, ("slips", "slips, 20 steps", "guesses")):
+            axis.set(title=f"{name}, 128 problems", xlabel="KL(π ‖ π_ref), nats a solution")
+            for point in by_cell(done, name, 128, "ref"):
+                axis.axhline(point[kind], color="grey", linestyle=":", linewidth=1)
+            for method, colour in colours.items():
+                chosen = by_cell(done, name, 128, method)
+                tried = [point for key, cell in done.items() if key.startswith(f"{name}, 128 problems, ")
+                         for point in cell[method]["tried"]]
+                for points, size, alpha, label in ((tried, 15, 0.5, None), (chosen, 60, 1.0, method)):
+                    axis.scatter([point["kl"] for point in points], [point[kind] for point in points], s=size,
+                                 color=colour, alpha=alpha, label=label)
+        row[3].set(title="slips; 32, 128, 512 problems", xlabel="tokens sampled", xscale="log")
+        for method, colour in colours.items():
+            series = [points for n in (32, 128, 512) if (points := by_cell(done, "slips", n, method))]
+            row[3].plot(*([np.mean([point[what] for point in points]) for points in series] for what in ("tokens", kind)),
+                        "o-", color=colour)
     axes[0, 0].legend()
     figure.savefig(path, dpi=90)
 
