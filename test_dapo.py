@@ -2536,7 +2536,7 @@ CELLS = [("slips", 128), ("slips", 32), ("slips", 512), ("slips, 10 steps", 128)
 METHODS = ["critic", "mc", "outcome", "outcome, equal tokens"]
 GRID = [(lr, beta) for lr in (1e-4, 4e-4) for beta in (0.3, 1.0)]
 HELD_OUT, UNSEEN = 64, 192            # problems on which lr and beta are chosen, and those of the table
-ACTOR_STEPS, ACTOR_BATCH = 80, 96     # the same for all
+ACTOR_STEPS, ACTOR_BATCH = 40, 96     # the same for all
 
 
 def one_answer_each(folder, problems, toy, sample):
