@@ -521,7 +521,7 @@ def test_the_mask_shows_each_token_its_own_path_and_no_more():
     for row in (row for group in pack(forest, 90) for row in group):
         seen = torch.zeros(len(row.tokens), len(row.tokens), dtype=torch.bool)
         for block, (keys, mask) in enumerate(tree_mask(row, torch.device("cpu"))):
-            seen[128 * block:128 * block + 128, keys] = mask
+            seen[128 * block:128 * block + 128, keys] = mask == 0
         for number, end in zip(row.nodes, row.end):
             [steps] = [s for s in forest if 0 <= number - s.first < len(s.parents)]
             keys = seen[end - 1].nonzero()[:, 0]

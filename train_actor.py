@@ -128,14 +128,17 @@ class Policy(torch.nn.Module):
         first = (length.cumsum(0) - length)[owner]
         target = torch.arange(len(owner), device=device) - first + begin[owner]            # (N,)
         source = torch.where(target == begin[owner], before[owner], target - 1)            # (N,)
-        tokens = torch.from_numpy(row.tokens).long().to(device)[target]
-        logps = [recompute(self.token_logps, hidden[source[i:i + CHUNK]], tokens[i:i + CHUNK], use_reentrant=False)
-                 for i in range(0, len(owner), CHUNK)]
+        tokens, hidden = torch.from_numpy(row.tokens).long().to(device)[target], hidden[source]
+        # The logits of all tokens never exist together: in the backward pass they are computed again, a chunk at a
+        # time. It begins with the last chunk, whose logits can stay.
+        rest = max(len(tokens) - CHUNK, 0)
+        chunks = zip(hidden[:rest].split(CHUNK), tokens[:rest].split(CHUNK))
+        logps = [recompute(self.token_logps, *chunk, use_reentrant=False) for chunk in chunks if rest]
+        logps.append(self.token_logps(hidden[rest:], tokens[rest:]))
         return torch.zeros(len(length), device=device).index_add(0, owner, torch.cat(logps))
 
     def token_logps(self, hidden, tokens):
-        """log p(token) from the hidden state before it: (N, hidden), (N,) -> (N,). Run under recomputation, so that the
-        logits of all tokens never exist together."""
+        """log p(token) from the hidden state before it: (N, hidden), (N,) -> (N,)."""
         logits = self.lm.get_output_embeddings()(hidden).float()  # (N, V)
         return -F.cross_entropy(logits, tokens, reduction="none")
 

@@ -174,14 +174,15 @@ def pack(trees, max_tokens, max_nodes=math.inf):
 
 def tree_mask(row, device):
     """Who sees whom in a row: a BlockMask on GPUs; on CPUs, for each block of queries, the keys that it sees at all and
-    its mask on them: [(keys (K,), mask (128, K)), ...]."""
+    what to add to its scores on them, 0 or -inf: [(keys (K,), mask (128, K)), ...]. (SDPA takes a bool mask too, and
+    makes this of it in every layer.)"""
     enter, exit_ = (torch.from_numpy(times).to(device) for times in (row.enter, row.exit))
     if device.type == "cuda":
         return block_mask(enter, exit_)
     blocks = []
     for mask in query_blocks(enter, exit_):
         keys = mask.any(0).nonzero()[:, 0]
-        blocks.append((keys, mask[:, keys]))
+        blocks.append((keys, torch.where(mask[:, keys], 0.0, -torch.inf)))
     return blocks
 
 
