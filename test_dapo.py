@@ -549,6 +549,26 @@ def test_the_block_mask_for_gpus_is_the_same_mask():
             assert close(flex_attention(query, key, value, block_mask=mask), close_to)
 
 
+def test_a_new_row_length_does_not_compile_the_attention_again(monkeypatch):
+    """Torch's compiler takes the GPUs' attention once for a single block and once for several, whatever their number.
+    (That of the forward pass: on CPUs FlexAttention has no backward pass.)"""
+    import train_critic
+    from torch._dynamo.testing import CompileCounterWithBackend
+    from torch.nn.attention.flex_attention import flex_attention
+    counter, compiles = CompileCounterWithBackend("eager"), []
+    monkeypatch.setattr(train_critic, "_flex_attention",
+                        torch.compile(flex_attention, dynamic=True, fullgraph=True, backend=counter))
+    for nodes in (20, 60, 90, 130, 200, 310, 10, 75):
+        [[row]] = train_critic.pack([random_steps(random.Random(nodes), nodes)], 4096)
+        query, key = (torch.randn(1, heads, len(row.tokens), 16) for heads in (4, 2))
+        mask = train_critic.block_mask(torch.from_numpy(row.enter), torch.from_numpy(row.exit))
+        train_critic.tree_attention(None, query, key, key, None, tree=mask)
+        compiles.append((len(row.tokens), counter.frame_count))
+    lengths, counts = zip(*compiles)
+    assert lengths[0] == 128 and len(set(lengths)) > 5, lengths
+    assert counts[1:] == counts[1:2] * (len(counts) - 1), compiles
+
+
 def test_the_ranks_get_even_shares():
     """The most loaded rank has at most one row's tokens more than the even share, and every row is dealt once."""
     from train_critic import deal, imbalance, pack
