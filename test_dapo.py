@@ -13,6 +13,7 @@ are sampled, the careless mark can be learnt, and the truth V(s) can be computed
 """
 import argparse
 import base64
+import contextlib
 import functools
 import gzip
 import importlib
@@ -1625,7 +1626,7 @@ def run_script(command, ranks=1, kill_when=None):
                                start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     if kill_when:
         while process.poll() is None and not kill_when():
-            time.sleep(0.02)
+            time.sleep(0.001)
         assert process.poll() is None, "it ended before it could be killed: " + process.stdout.read()
         os.killpg(process.pid, signal.SIGKILL)
     output = process.communicate()[0]
@@ -2709,12 +2710,17 @@ def draw_study(done, path):
 # ---------------------------------------------------------------------------------------------------------------------
 # The stress run
 
-# what a stage writes, and what it may find half-written: a file or folder that was not renamed yet
-STRESSED = {"generate": (["solutions.jsonl"], ["solutions.jsonl.tmp", "problems.jsonl.tmp", "generate.json.tmp"]),
+# what a stage writes, and what a kill may leave half-written: files and folders that were not renamed yet
+STRESSED = {"generate": (["solutions.jsonl"], ["solutions.jsonl.tmp", "problems.jsonl.tmp"]),
             "label": (["completions.jsonl", "trees.jsonl"], ["completions.jsonl.tmp", "trees.jsonl.tmp"]),
             "train_critic": (["critic", "values.safetensors"], ["critic.tmp", "critic.ckpt.tmp", "values.safetensors.tmp"]),
-            "train_actor": (["actor", "ref_logps.safetensors"], ["actor.tmp", "actor.ckpt.tmp"]),
+            "train_actor": (["actor", "ref_logps.safetensors"],
+                            ["actor.tmp", "actor.ckpt.tmp", "ref_logps.safetensors.tmp"]),
             "evaluate": (["answers.jsonl", "report.json"], ["answers.jsonl.tmp", "report.json.tmp"])}
+
+
+def half_written(stage):
+    return [*STRESSED[stage][1], f"{stage}.json.tmp", "log.jsonl.tmp"]
 
 
 def fingerprint(run, names):
@@ -2736,17 +2742,48 @@ def leave_wreckage(run, stage, rng):
     """What a kill between write and rename, or in the middle of a line, leaves behind."""
     if not (run / f"{stage}.json").exists():
         return  # it was killed before it wrote anything
-    for name in STRESSED[stage][1]:
+    for name in half_written(stage):
         wreck = run / name
+        if wreck.exists():
+            continue  # of this kill or an earlier one
         if "." in name.removesuffix(".tmp") and "ckpt" not in name:
             wreck.write_text('{"half a li')
         else:
-            wreck.mkdir(exist_ok=True)
+            wreck.mkdir()
             (wreck / "model.safetensors").write_bytes(b"half a tensor")
     for path in [*run.glob("*.part-*"), run / "log.jsonl"]:
         if path.exists() and rng.random() < 0.7:
             with open(path, "a") as file:
                 file.write('{"id": "toy-0", "solu' if "part" in path.name else '{"stage": "')
+
+
+def versions(run, pattern):
+    """Files and folders of a run with the time of their last change: {(path, ns), ...}."""
+    found = set()
+    for path in run.glob(pattern):
+        with contextlib.suppress(FileNotFoundError):  # renamed in between
+            found.add((path, path.stat().st_mtime_ns))
+    return found
+
+
+def until_kill(run, stage, seconds, rng):
+    """Yields False, and True when the stage, which takes so many seconds, should be killed: at a random moment, or soon
+    after it changes a file after that, or while it writes one that it has not renamed yet."""
+    how, begin = rng.choice(["moment", "change", "rename", "rename"]), time.time() + rng.uniform(0.2, 0.95) * seconds
+    pattern, delay = "*", rng.uniform(0, 0.5)
+    if how == "rename":
+        pattern, delay = rng.choice(half_written(stage)), 0
+        begin -= rng.choice([0, seconds])  # some are written at the start alone
+    before = versions(run, pattern)
+    while time.time() < begin:
+        before = versions(run, pattern)
+        yield False
+    while how != "moment" and versions(run, pattern) <= before:
+        yield False
+    end = time.time() + delay
+    while time.time() < end:
+        yield False
+    yield True
 
 
 def stress(run, seed, kills=5):
@@ -2762,7 +2799,7 @@ def stress(run, seed, kills=5):
         inputs = [path.name for path in run.iterdir()]
         started = time.time()
         run_script(command.format(run=run))
-        seconds, killed, again = time.time() - started, 0, run.parent / f"{run.name}-{stage}"
+        seconds, killed, torn, again = time.time() - started, 0, 0, run.parent / f"{run.name}-{stage}"
         shutil.rmtree(again, ignore_errors=True)
         while killed < kills or again.exists():
             if not again.exists():
@@ -2771,10 +2808,12 @@ def stress(run, seed, kills=5):
                     path.write_text(path.read_text().replace(f'"{run.resolve()}/', f'"{again.resolve()}/'))
             # trainers end with the same bits only on the same number of ranks
             ranks = 1 if stage.startswith("train") else rng.choice([1, 2])
-            end = time.time() + (rng.uniform(0.2, 0.95) * seconds if killed < kills else 3600)
+            before = versions(again, "*.tmp")
+            moment = until_kill(again, stage, seconds, rng) if killed < kills else itertools.repeat(False)
             try:
-                run_script(command.format(run=again), ranks, kill_when=lambda: time.time() > end)
+                run_script(command.format(run=again), ranks, kill_when=lambda: next(moment))
                 killed += 1
+                torn += not versions(again, "*.tmp") <= before
                 leave_wreckage(again, stage, rng)
             except AssertionError:  # it ended before it could be killed
                 run_script(command.format(run=again))  # fails unless it is complete
@@ -2782,7 +2821,8 @@ def stress(run, seed, kills=5):
                 assert fingerprint(again, outputs) == fingerprint(run, outputs), f"{stage}: not as undisturbed: {again}"
                 assert "summary" in json.loads((again / f"{stage}.json").read_text()), f"{stage}: not finished: {again}"
                 shutil.rmtree(again)
-        print(f"{stage}: killed {killed} times, and the same outputs in the end", flush=True)
+        print(f"{stage}: killed {killed} times, {torn} of them between a write and its rename, and the same outputs in "
+              "the end", flush=True)
 
 
 def main():
