@@ -1626,7 +1626,7 @@ def run_script(command, ranks=1, kill_when=None):
                                start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     if kill_when:
         while process.poll() is None and not kill_when():
-            time.sleep(0.001)
+            time.sleep(0.003)
         assert process.poll() is None, "it ended before it could be killed: " + process.stdout.read()
         os.killpg(process.pid, signal.SIGKILL)
     output = process.communicate()[0]
