@@ -83,16 +83,16 @@ def majority(answers):
 # ---------------------------------------------------------------------------------------------------------------------
 # Best of n
 
-def end_states(tokenizer, critic_tokenizer, problems, answers, system, delimiter):
+def end_states(tokenizer, critic_tokenizer, problems, answers, system, steps_like):
     """The last state before each answer's end, as packing wants it -> ([Steps, ...], {id: [node number, ...]}, nodes).
-    answers: {id: [answer, ...]}."""
+    answers: {id: [answer, ...]}. steps_like: label.py's delimiter and max_states."""
     same = critic_tokenizer.get_vocab() == tokenizer.get_vocab()
     all_steps, states, first = [], {}, 0
     for problem in problems:
         prompt, ids = render_prompt(tokenizer, problem, system)
         solutions = answers[problem["id"]]
-        tree = Tree({**problem, "prompt": prompt, "prompt_ids": ids, "solutions": solutions}, tokenizer, 0, 0,
-                    delimiter)
+        tree = Tree({**problem, "prompt": prompt, "prompt_ids": ids, "solutions": solutions}, tokenizer,
+                    len(solutions), 0, *steps_like)
         parents = [tree.nodes[tree.visit(solution)]["parent"] for solution in solutions]
         tokens = node_tokens(tree.record(), critic_tokenizer, same, system)
         all_steps.append(Steps(problem["id"], first, [node["parent"] for node in tree.nodes], tokens,
@@ -102,14 +102,14 @@ def end_states(tokenizer, critic_tokenizer, problems, answers, system, delimiter
     return all_steps, states, first
 
 
-def end_values(critic, models, problems, answers, system, delimiter):
+def end_values(critic, models, problems, answers, system, steps_like):
     """V_phi(s_{T-1}) of every sampled answer: {model name: {id: [value, ...]}}. answers: {model name: {id: [...]}}."""
     world, critic_tokenizer = World(), load_tokenizer(critic)
     model = load_model(AutoModelForTokenClassification, critic, world)
     result = {}
     for name, folder in models.items():
         all_steps, states, n_nodes = end_states(load_tokenizer(folder), critic_tokenizer, problems, answers[name],
-                                                system, delimiter)
+                                                system, steps_like)
         longest = max(sum(map(len, steps.tokens)) for steps in all_steps)
         values = predict(model, pack(all_steps, max(ROW_TOKENS, longest)), n_nodes, world, f"best of n ({name})")
         result[name] = {problem: values[nodes].tolist() for problem, nodes in states.items()}
@@ -213,7 +213,7 @@ def stage_costs(run):
                if (run / f"{stage}.json").exists()}
     summary = {stage: record["summary"] for stage, record in records.items() if "summary" in record}
     policy, rows = Path(records.get("generate", {}).get("model", "")), []
-    if not policy.is_dir() or "forecast" not in records.get("label", {}):
+    if not policy.is_dir():
         return []
 
     def add(stage, model, ours, theirs=None):
@@ -226,9 +226,10 @@ def stage_costs(run):
         return took["tokens sampled"] + took["prompt tokens computed"]
 
     add("generate", policy, (inferred("generate"), 0))
-    expected, sampled = records["label"]["forecast"], bill(run, "label")["tokens sampled"]
-    more = expected["sampled, every state"] - expected["sampled"] + expected["prompt, every state"]
-    add("label", policy, (inferred("label"), 0), (round(sampled + more), 0))
+    if "label" in summary:
+        expected, sampled = records["label"]["forecast"], bill(run, "label")["tokens sampled"]
+        more = expected["sampled, every state"] - expected["sampled"] + expected["prompt, every state"]
+        add("label", policy, (inferred("label"), 0), (round(sampled + more), 0))
     for stage, model in (("train_critic", run / "critic"), ("train_actor", policy)):
         if stage in summary and model.is_dir():
             took = summary[stage]
@@ -375,6 +376,13 @@ def named_models(given, run):
     return models
 
 
+def steps_of_critic(critic):
+    """label.py's delimiter and max_states for the trees that a critic was fitted to; the defaults for one that does not
+    lie in its run."""
+    settings = stage_record(critic.parent, "label")["settings"] if (critic.parent / "label.json").exists() else {}
+    return [settings.get("delimiter", "\n"), settings.get("max_states") or math.inf]
+
+
 def make_requests(name, folder, problems, args):
     """The greedy and the sampled request of every problem to one model."""
     tokenizer = load_tokenizer(folder)
@@ -419,13 +427,14 @@ def main():
     models = named_models(args.models, args.run)
     test, answers_path = args.run / "test.jsonl", args.run / "answers.jsonl"
     critic, summary = args.critic and find_model(args.critic), None
+    steps_like = critic and steps_of_critic(critic)
     if team.rank == 0:
         left_out = import_problems(args.test, test, args.overwrite, args.skip_bad)
         settings = {name: getattr(args, name)
                     for name in ("n", "k", "system", "temperature", "top_p", "max_tokens", "seed")}
         settings["models"] = list(models)
         inputs = {"test.jsonl": file_hash(test), **{f"model {name}": model_hash(path) for name, path in models.items()},
-                  "critic": critic and model_hash(critic)}
+                  "critic": critic and model_hash(critic), "critic's steps": critic and repr(steps_like)}
         outputs = [args.run / name for name in ("answers.jsonl", "report.json", "report.md", "report.png")]
         summary = start_stage(args.run, "evaluate", settings, inputs, outputs, args.overwrite)
         keep_in_record(args.run, "evaluate", left_out=left_out)
@@ -438,9 +447,8 @@ def main():
     answers = defaultdict(dict)  # {(model, kind): {id: [answer, ...]}}
     for _, line in read_jsonl(answers_path):
         answers[line["model"], line["kind"]][line["id"]] = line["answers"]
-    delimiter = stage_record(args.run, "label")["settings"]["delimiter"] if (args.run / "label.json").exists() else "\n"
     values = critic and end_values(critic, models, problems, {name: answers[name, "sampled"] for name in models},
-                                   args.system, delimiter)
+                                   args.system, steps_like)
     if team.rank > 0:
         return
     greedy, sampled = ({name: [answers[name, kind][problem["id"]] for problem in problems if answers[name, kind]]

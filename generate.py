@@ -1709,7 +1709,8 @@ def main():
     sample_stage("generate", [(folder, requests)], output, ["id"], "solutions", args, team)
     if team.rank == 0:
         left_out = stage_record(args.run, "generate").get("left_out", 0)
-        finish_stage(args.run, "generate", {**summarise(output), "rows without a gold answer, left out": left_out})
+        finish_stage(args.run, "generate", {**summarise(output), "rows without a gold answer, left out": left_out},
+                     solutions=file_hash(output))
 
 
 if __name__ == "__main__":

@@ -36,30 +36,34 @@ from generate import (Request, Team, UserError, add_engine_flags, add_run_flags,
 
 
 @functools.cache
-def may_end_step(tokenizer, token, delimiter):
-    """Whether a step can end with this token: it has the delimiter's last character, or a part of a character."""
-    text = tokenizer.decode([token, token], clean_up_tokenization_spaces=False)  # some drop the first one's blank
-    return delimiter[-1] in text or "\ufffd" in text
+def token_text(tokenizer, token):
+    """A token's text within a response. (Some tokenizers strip a text's first blank.)"""
+    once, twice = (tokenizer.decode([token] * n, clean_up_tokenization_spaces=False) for n in (1, 2))
+    return twice[len(once):]
 
 
 def split_steps(tokenizer, ids, delimiter="\n", pieces=1):
-    r"""Cut a response's token ids into steps: list[int] -> list[list[int]], which join to ids.
+    r"""Cut a response's token ids into steps: list[int] -> yields list[int], which join to ids.
 
-    A piece ends with the token that completes its first delimiter after a non-blank character; what follows the last
+    A piece ends with the token that completes its first delimiter, blanks at its start left aside; what follows the last
     such token (often the end-of-text id) is a piece too, and a step is `pieces` of them. So blank lines open the next
     step, and no step is a prefix of another one, which makes the pi(a|s) of all actions sum to 1. With one token a word:
 
         "\n"  "a"  "=1"  "\n"  "\n"  "b"  ".\n\n"  "<eos>"   ->   ["\n" "a" "=1" "\n"]  ["\n" "b" ".\n\n"]  ["<eos>"]
     """
-    ends = [0]
+    first = begin = found = 0  # of the step, of the piece, pieces in the step
+    text = ""
     for end, token in enumerate(ids, 1):
-        if may_end_step(tokenizer, token, delimiter):
-            piece = tokenizer.decode(ids[ends[-1]:end], clean_up_tokenization_spaces=False)
-            if delimiter in piece.lstrip():
-                ends.append(end)
-    if ends[-1] < len(ids):
-        ends.append(len(ids))
-    return [ids[begin:end] for begin, end in zip(ends[:-1:pieces], [*ends[pieces::pieces], len(ids)])]
+        text += token_text(tokenizer, token)
+        if not delimiter.isascii():  # it may be torn between tokens
+            text = tokenizer.decode(ids[begin:end], clean_up_tokenization_spaces=False)
+        if delimiter in text.lstrip():
+            begin, text, found = end, "", found + 1
+            if found == pieces:
+                yield ids[first:end]
+                first, found = end, 0
+    if first < len(ids):
+        yield ids[first:]
 
 
 def step_text(tokenizer, before, step, last):
@@ -99,13 +103,14 @@ class Tree:
 
     def __init__(self, row, tokenizer, n_selected, seed, delimiter="\n", max_states=math.inf):
         """Select n_selected solutions, and lay them out in steps of as many pieces (split_steps) as it takes for none
-        to have more than max_states states beside the root."""
+        to have more than max_states states beside the root. The steps of completions are as long."""
         self.head = {name: row[name] for name in ("id", "problem", "answer", "prompt")}
         self.tokenizer = tokenizer
         selected = select(row["solutions"], n_selected, random.Random(f"{seed}/{row['id']}"))
-        longest = max((len(split_steps(tokenizer, solution["ids"], delimiter)) for solution in selected), default=1)
-        self.split = functools.partial(split_steps, tokenizer, delimiter=delimiter,
-                                       pieces=max(1, math.ceil(longest / (max_states + 1))))
+        self.split = functools.partial(split_steps, tokenizer, delimiter=delimiter)
+        if max_states < math.inf:
+            longest = max(sum(1 for _ in self.split(solution["ids"])) for solution in selected)
+            self.split = functools.partial(self.split, pieces=math.ceil(longest / (max_states + 1)))
         self.nodes = [{"parent": -1, "text": "", "ids": row["prompt_ids"], "visits": 0, "count": 0, "hits": 0}]
         self.node_of = {}  # (parent, step's ids) -> node
         for solution in selected:
@@ -115,7 +120,7 @@ class Tree:
 
     def visit(self, solution):
         """Walk a whole solution from the root -> its last node."""
-        node, steps = 0, self.split(solution["ids"])
+        node, steps = 0, list(self.split(solution["ids"]))
         self.nodes[0]["visits"] += 1
         for i, step in enumerate(steps):
             node = self.step(node, step, solution if i == len(steps) - 1 else None)
@@ -138,8 +143,8 @@ class Tree:
     def complete(self, state, completions):
         """Label a state with the mean reward of its completions, and add their first steps as its actions."""
         for completion in completions:
-            steps = self.split(completion["ids"])
-            node = self.step(state, steps[0], completion if len(steps) == 1 else None)
+            first = next(self.split(completion["ids"]))
+            node = self.step(state, first, completion if len(first) == len(completion["ids"]) else None)
             self.nodes[node]["count"] += 1
             self.nodes[node]["hits"] += int(completion["reward"])
         hits = sum(completion["reward"] for completion in completions)
@@ -201,16 +206,16 @@ def forecast(trees, n):
     return tokens
 
 
-def check_solutions(run):
-    """Hold solutions.jsonl against generate.json -> (its hash, the folder of the policy that sampled it, its hash)."""
+def check_solutions(run, folder):
+    """Hold solutions.jsonl and the policy's folder against generate.json -> their hashes."""
     path, generate = run / "solutions.jsonl", stage_record(run, "generate")
     if "summary" not in generate or not path.exists():
         raise UserError(f"{path}: not complete: run generate.py with the same --run again")
-    folder = find_model(generate["model"])
-    policy = model_hash(folder)
-    if policy != generate["inputs"]["policy"]:
+    if file_hash(path) != generate["solutions"]:
+        raise UserError(f"{path}: not the file that generate.py wrote: restore it, or run generate.py with --overwrite")
+    if model_hash(folder) != generate["inputs"]["policy"]:
         raise UserError(f"{folder}: not the policy that sampled {path}: its weights have changed")
-    return file_hash(path), folder, policy
+    return generate["solutions"], generate["inputs"]["policy"]
 
 
 def write_trees(trees, completions, target):
@@ -231,6 +236,14 @@ def write_trees(trees, completions, target):
             "completions cut off at the token limit": cut}
 
 
+def unescaped(text):
+    """The delimiter of the command line: \\n is a line break."""
+    delimiter = text.encode("latin-1", "backslashreplace").decode("unicode_escape")
+    if not delimiter:
+        raise argparse.ArgumentTypeError("must not be empty")
+    return delimiter
+
+
 def parse_args():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_run_flags(parser)
@@ -238,10 +251,10 @@ def parse_args():
                         help="solutions a problem to label (default, as in the paper: %(default)s)")
     parser.add_argument("--completions", type=positive(int), default=16,
                         help="completions a state, N and M (default, as in the paper: %(default)s)")
-    parser.add_argument("--delimiter", type=lambda text: text.replace(r"\n", "\n"), default="\n",
-                        help=r"text that ends a step, such as \n, \n\n or . (default, as in the paper: \n)")
-    parser.add_argument("--max-states", type=positive(int), metavar="K", help="at most K states of a solution are "
-                        "completed: a problem's steps are made of so many pieces (default: no limit)")
+    parser.add_argument("--delimiter", type=unescaped, default="\n", help=r"text that ends a step, with \n, \t and the "
+                        r"like as in Python: \n\n for paragraphs, . for sentences (default, as in the paper: \n)")
+    parser.add_argument("--max-states", type=positive(int), metavar="K", help="complete at most K states of a solution: "
+                        "a problem's steps are made of as many pieces as it takes (default: no limit)")
     add_engine_flags(parser)
     return parser.parse_args()
 
@@ -250,11 +263,12 @@ def main():
     args = parse_args()
     team = Team(args.tensor_parallel)
     generate = stage_record(args.run, "generate")
-    solutions, folder, policy = check_solutions(args.run)
+    folder = find_model(generate["model"])
     output, completions, summary = args.run / "trees.jsonl", args.run / "completions.jsonl", None
     settings = {name: getattr(args, name) for name in ("select", "completions", "delimiter", "max_states", "seed")}
     if team.rank == 0:
-        inputs = {"solutions.jsonl": solutions, "policy": policy}
+        solutions_hash, policy_hash = check_solutions(args.run, folder)
+        inputs = {"solutions.jsonl": solutions_hash, "policy": policy_hash}
         summary = start_stage(args.run, "label", settings, inputs, [output, completions], args.overwrite)
     if summary := team.share("summary", summary):
         return team.rank > 0 or print_complete("label", summary)
@@ -264,6 +278,9 @@ def main():
              for _, row in read_jsonl(args.run / "solutions.jsonl")]
     limits = {name: generate["settings"][name] for name in ("max_tokens", "temperature", "top_p")}
     requests = [request for tree in trees for request in tree.requests({**settings, **limits})]
+    if not requests:
+        raise UserError(f"{args.run / 'solutions.jsonl'}: no selected solution has a second step: does --delimiter "
+                        f"{args.delimiter!r} end the steps?")
     expected = forecast(trees, args.completions)
     if team.rank == 0:
         print(f"to sample in all: {len(requests):,} states x {args.completions} completions, about "

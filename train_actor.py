@@ -6,7 +6,7 @@ r"""DAPO, stage 4 of 5: advantages from the critic, then policy optimisation (Al
 The actions of s are the first steps of its completions. The minimiser has log-ratio A/beta: a *smaller* beta asks for a
 *larger* move away from pi_ref. --advantage says where Q comes from, all else equal: the critic (above); "mc", no critic,
 but the completions themselves; or "outcome", no steps at all: whole solutions are the actions of the prompt, and Q is the
-reward. Three tricks, as in the paper: all actions of a state are in one batch; the mean runs
+reward. Each source passes the gap filter by its own advantages. Three tricks, as in the paper: all actions of a state are in one batch; the mean runs
 over all samples, but each distinct action is trained on once; only states with max A - min A >= --gap are trained on.
 
 Reads:   RUN/trees.jsonl and, for the critic, RUN/values.safetensors; for "outcome" RUN/solutions.jsonl alone;
@@ -258,8 +258,9 @@ def train(args, world, folder, values, made_from):
     steps, drift, advantage, counts = choose_pairs(
         read_pairs(args.run, args.advantage, load_tokenizer(folder), values), args.gap, args.seed)
     if not steps:
-        hint = ", or look at the critic's summary in train_critic.json" if args.advantage == "critic" else ""
-        raise UserError(f"{args.run}: no state has max A - min A >= {args.gap}: lower --gap{hint}")
+        hint = {"critic": "lower --gap, or look at the critic's summary in train_critic.json", "mc": "lower --gap",
+                "outcome": "every problem's solutions are all right or all wrong: sample more of them"}[args.advantage]
+        raise UserError(f"{args.run}: no state has max A - min A >= {args.gap}: {hint}")
     groups, drift_groups = pack(steps, args.max_tokens, args.batch), pack(drift, args.max_tokens)
     sizes = [sum(len(row.nodes) for row in group) for group in groups]
     batches = make_batches(sizes, args.batch, args.epochs, args.seed)
@@ -317,11 +318,11 @@ def train(args, world, folder, values, made_from):
 
 def check_data(args):
     """-> (the hashes of the data and of the policy that it was sampled from, that policy's folder)."""
+    folder = find_model(stage_record(args.run, "generate")["model"])
     if args.advantage == "outcome":
-        solutions, folder, policy = check_solutions(args.run)
+        solutions, policy = check_solutions(args.run, folder)
         return {"solutions": solutions, "policy": policy}, folder
     trees, policy = check_trees(args.run)
-    folder = find_model(stage_record(args.run, "generate")["model"])
     if model_hash(folder) != policy:
         raise UserError(f"{folder}: not the policy that the trees were sampled from: its weights have changed")
     return {"trees": trees, "policy": policy}, folder

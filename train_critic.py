@@ -750,13 +750,17 @@ def training_settings(args, *more):
 
 
 def check_trees(run):
-    """Hold trees.jsonl against label.json -> (its hash, the hash of the policy that it was sampled from)."""
+    """Hold trees.jsonl against label.json, and that against generate.json -> (the trees' hash, the policy's)."""
     path, label = run / "trees.jsonl", stage_record(run, "label")
     if not path.exists() or "summary" not in label:
         raise UserError(f"{path}: not complete: run label.py with the same --run again")
     if file_hash(path) != label["trees"]:
         raise UserError(f"{path}: not the file that label.py wrote: restore it, or run label.py with --overwrite")
-    return label["trees"], label["inputs"]["policy"]
+    policy = stage_record(run, "generate")["inputs"]["policy"]
+    if label["inputs"]["policy"] != policy:
+        raise UserError(f"{path}: is of another policy ({label['inputs']['policy']}) than {run / 'generate.json'} "
+                        f"({policy}): run label.py with --overwrite, or restore what belongs together")
+    return label["trees"], policy
 
 
 def check_not_overwritten(source, target):
