@@ -1664,9 +1664,9 @@ def small(toy, tmp_path_factory):
     run.mkdir()
     for name in ("problems.jsonl", "test.jsonl", "solutions.jsonl", "trees.jsonl"):
         (run / name).write_text("".join((toy / name).read_text().splitlines(keepends=True)[:SMALL]))
-    shutil.copy(toy / "generate.json", run)
-    label = json.loads((toy / "label.json").read_text())
-    (run / "label.json").write_text(json.dumps({**label, "trees": file_hash(run / "trees.jsonl")}))
+    for stage, name in (("generate", "solutions"), ("label", "trees")):
+        record = json.loads((toy / f"{stage}.json").read_text())
+        (run / f"{stage}.json").write_text(json.dumps({**record, name: file_hash(run / f"{name}.jsonl")}))
     shutil.copytree(toy / "policy", run / "policy")
     return run
 
@@ -1964,28 +1964,36 @@ def test_two_ranks_train_to_the_weights_of_one(trained, tmp_path, stage):
 
 
 @pytest.mark.parametrize("source", ["mc", "outcome"])
-def test_advantages_without_a_critic(trained, small, tmp_path, source):
+def test_advantages_without_a_critic(trained, small, monkeypatch, capsys, tmp_path, source):
     """The same loop without train_critic.py, and for outcome without label.py; it moves towards what came out right."""
     again = copy_of(trained[0], tmp_path / "run", "policy", "generate.json",
                     *(["trees.jsonl", "label.json"] if source == "mc" else []))
     if source == "outcome":
         shutil.copy(small / "solutions.jsonl", again)
-    run_script(f"train_actor.py --run {again} --advantage {source} --beta 0.3 --lr 3e-4 --batch 64 --epochs 2 "
-               "--max-tokens 512 --seed 0")
+    flags = f"--run {again} --beta 0.3 --lr 3e-4 --batch 64 --epochs 2 --max-tokens 512 --seed 0"
+    run_script(f"train_actor.py {flags} --advantage {source}")
     last = [line for line in read_lines(again / "log.jsonl") if line["stage"] == "train_actor"][-1]
     assert last["slope"] > 0.01 and last["log_ratio_good"] > last["log_ratio_bad"] and last["drift"] < 1
     record = json.loads((again / "train_actor.json").read_text())
     assert record["settings"]["advantage"] == source and "values" not in record["inputs"]
     assert set(record["inputs"]) == {"mc": {"trees", "policy"}, "outcome": {"solutions", "policy"}}[source]
+    for name in ("trees.jsonl", "label.json", "solutions.jsonl"):
+        shutil.copy((small if name == "solutions.jsonl" else trained[0]) / name, again)
+    other = "mc" if source == "outcome" else "outcome"
+    assert f"--advantage was '{source}'" in error_of(monkeypatch, capsys, "train_actor", *flags.split(),
+                                                     "--advantage", other)
 
 
 def test_a_second_round(trained, small, monkeypatch, capsys, tmp_path):
     """The new actor is the policy, its critic starts from the last one; every file names the policy that it came from,
     and files of another round are refused."""
     from safetensors import safe_open
+    from evaluate import steps_of_critic
+    from train_critic import read_trees, solution_paths
     first, second = trained[0], tmp_path / "second"
     for command in (f"generate.py --run {second} --model {first}/actor --problems {small}/problems.jsonl --solutions 4 "
-                    "--max-tokens 64", f"label.py --run {second} --select 2 --completions 2",
+                    "--max-tokens 64", f"label.py --run {second} --select 2 --completions 2 --delimiter '\\n' "
+                    "--max-states 2",
                     f"train_critic.py --run {second} --critic {first}/critic --lr 1e-3 --batch 64 --max-tokens 512",
                     f"train_actor.py --run {second} --beta 0.3 --lr 1e-4 --batch 64 --max-tokens 512"):
         run_script(command)
@@ -1999,13 +2007,28 @@ def test_a_second_round(trained, small, monkeypatch, capsys, tmp_path):
             assert file.metadata()["policy"] == policy
     loss = next(line["loss"] for line in read_lines(second / "log.jsonl") if line["stage"] == "train_critic")
     assert abs(loss - math.log(2)) > 0.01, "the warm-started critic keeps its head"
+    assert records["label"]["settings"]["delimiter"] == "\n" and steps_of_critic(second / "critic") == ["\n", 2]
+    for tree, _ in read_trees(second / "trees.jsonl"):
+        assert max(map(len, solution_paths(tree))) == 3, "the prompt and two more states"
+
+    def refusal(stage):
+        return error_of(monkeypatch, capsys, stage, "--run", second, "--overwrite")
+
     shutil.copy(first / "values.safetensors", second)
-    refused = error_of(monkeypatch, capsys, "train_actor", "--run", second, "--overwrite")
-    assert "values.safetensors: was made from another trees" in refused
-    shutil.copy(first / "trees.jsonl", second)
-    shutil.copy(first / "label.json", second)
-    refused = error_of(monkeypatch, capsys, "train_actor", "--run", second, "--overwrite")
-    assert "not the policy that the trees were sampled from" in refused
+    assert "values.safetensors: was made from another trees" in refusal("train_actor")
+    for name in ("trees.jsonl", "label.json"):
+        shutil.copy(first / name, second)
+    assert all("is of another policy" in refusal(stage) for stage in ("train_critic", "train_actor"))
+    shutil.copy(small / "solutions.jsonl", second)
+    assert "solutions.jsonl: not the file that generate.py wrote" in refusal("label")
+
+
+def test_delimiters_of_the_command_line():
+    from label import unescaped
+    given = [r"\n", r"\n\n", r"\r\n", ".", "。", r"\\newline", "é"]
+    assert [unescaped(text) for text in given] == ["\n", "\n\n", "\r\n", ".", "。", r"\newline", "é"]
+    with pytest.raises(argparse.ArgumentTypeError):
+        unescaped("")
 
 
 @pytest.mark.parametrize("name", ["byte-level", "smollm2"])
