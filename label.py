@@ -45,9 +45,10 @@ def token_text(tokenizer, token):
 def split_steps(tokenizer, ids, delimiter="\n", pieces=1):
     r"""Cut a response's token ids into steps: list[int] -> yields list[int], which join to ids.
 
-    A piece ends with the token that completes its first delimiter, blanks at its start left aside; what follows the last
-    such token (often the end-of-text id) is a piece too, and a step is `pieces` of them. So blank lines open the next
-    step, and no step is a prefix of another one, which makes the pi(a|s) of all actions sum to 1. With one token a word:
+    A piece ends with the token that completes its first delimiter, blanks at its start left aside; what follows the
+    last such token (often the end-of-text id) is a piece too, and a step is `pieces` of them. So blank lines open the
+    next step, and no step is a prefix of another one, which makes the pi(a|s) of all actions sum to 1. With one token a
+    word:
 
         "\n"  "a"  "=1"  "\n"  "\n"  "b"  ".\n\n"  "<eos>"   ->   ["\n" "a" "=1" "\n"]  ["\n" "b" ".\n\n"]  ["<eos>"]
     """
@@ -253,8 +254,8 @@ def parse_args():
                         help="completions a state, N and M (default, as in the paper: %(default)s)")
     parser.add_argument("--delimiter", type=unescaped, default="\n", help=r"text that ends a step, with \n, \t and the "
                         r"like as in Python: \n\n for paragraphs, . for sentences (default, as in the paper: \n)")
-    parser.add_argument("--max-states", type=positive(int), metavar="K", help="complete at most K states of a solution: "
-                        "a problem's steps are made of as many pieces as it takes (default: no limit)")
+    parser.add_argument("--max-states", type=positive(int), metavar="K", help="complete at most K states of a "
+                        "solution: a problem's steps are made of as many pieces as it takes (default: no limit)")
     add_engine_flags(parser)
     return parser.parse_args()
 
