@@ -3,6 +3,7 @@ r"""The toy, the demo and the tests of this DAPO implementation.
     python test_dapo.py              the demo: makes the toy, runs the five stages, ends with the before/after table
     python test_dapo.py bench        time, tokens and memory, beside the usual way's: a row for each pair (7 minutes)
     python test_dapo.py stress       kills every stage at random moments and compares what comes out (half an hour)
+    python test_dapo.py study        advantages of critic, completions and whole solutions, beside each other (two hours)
     pytest test_dapo.py              the tests
 
 The toy: sums modulo 10, one step a line. The policy has a known flaw: a step that adds or subtracts 7 or 8 it sometimes
@@ -162,7 +163,8 @@ class Muon(torch.optim.Optimizer):
 
 def train_toy_policy(seed, symbols, demonstrations, prompt_tokens, learnt, batch=64, cool_down=100, start=None):
     """A small Llama model that imitates the careless author of demonstrations(n, rng). It trains until its loss is
-    `learnt`, then cool_down steps more while the learning rate falls to 0. start: the folder of a policy to begin with."""
+    `learnt`, then cool_down steps more while the learning rate falls to 0. start: the folder of a policy to begin from.
+    """
     from transformers import LlamaConfig, LlamaForCausalLM
     from generate import progress_bar
     torch.manual_seed(seed)
@@ -916,7 +918,7 @@ def test_the_stopping_rule():
 # Tests: the theory, on a small step MDP with a table for a policy
 
 ACTIONS, DEPTH = 3, 3
-STATES = (ACTIONS ** DEPTH - 1) // (ACTIONS - 1)  # a state is its steps so far; state s by action a leads to 3 s + a + 1
+STATES = (ACTIONS ** DEPTH - 1) // (ACTIONS - 1)  # a state is its steps so far; s by action a leads to 3 s + a + 1
 
 
 def tabular_values(policy, reward, ref=None, beta=0.0):
@@ -985,8 +987,8 @@ def test_lemma_3_1(seed, beta):
 @pytest.mark.parametrize("beta", [0.05, 0.3, 2.0])
 @pytest.mark.parametrize("seed", range(3))
 def test_theorem_3_2(seed, beta):
-    """The minimiser of Eq. 12 under any exploratory nu_S and nu_A has at least pi_ref's regularised value in every state,
-    and the same only where pi_ref is optimal already."""
+    """The minimiser of Eq. 12 under any exploratory nu_S and nu_A has at least pi_ref's regularised value in every
+    state, and the same only where pi_ref is optimal already."""
     ref, reward, values, advantage = random_mdp(seed)
     generator = torch.Generator().manual_seed(seed)
     some = 0.02 + torch.rand(STATES, ACTIONS, dtype=torch.float64, generator=generator)
@@ -2637,8 +2639,8 @@ def study_critic(world, run, seed):
 
 
 def study_data(world, run, toy, n_problems, seed):
-    """Sample, label and fit the critic on the first problems of a world; for equal tokens, sample the solutions that the
-    completions' tokens would have paid for -> ({method: (its run, tokens sampled)}, the critic's numbers)."""
+    """Sample, label and fit the critic on the first problems of a world; for equal tokens, sample the solutions that
+    the completions' tokens would have paid for -> ({method: (its run, tokens sampled)}, the critic's numbers)."""
     from generate import bill
     more = run / "more"
     for folder in (run, more):
@@ -2756,8 +2758,8 @@ def draw_study(done, path):
             row[3].axhline(point[kind], color="grey", linestyle=":", linewidth=1)
         for method, colour in colours.items():
             series = [points for n in (32, 128, 512) if (points := by_cell(done, "slips", n, method))]
-            row[3].plot(*([np.mean([point[what] for point in points]) for points in series] for what in ("tokens", kind)),
-                        "o-", color=colour)
+            row[3].plot(*([np.mean([point[what] for point in points]) for points in series]
+                          for what in ("tokens", kind)), "o-", color=colour)
     axes[0, 0].legend()
     figure.savefig(path, dpi=90)
 
@@ -2883,8 +2885,8 @@ def stress(run, seed, kills=5):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("command", nargs="?", default="demo", choices=["demo", "bench", "stress", "study"],
-                        help="bench: measure; stress: kill every stage at random moments; study: compare sources of the "
-                        "advantage (default: %(default)s)")
+                        help="bench: measure; stress: kill every stage at random moments; study: compare sources of "
+                        "the advantage (default: %(default)s)")
     parser.add_argument("--run", type=Path, help="the run folder (default: runs/toy, runs/stress, runs/study)")
     parser.add_argument("--seed", type=int, default=0,
                         help="of the toy, its policy and all stages (default: %(default)s)")

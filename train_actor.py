@@ -3,11 +3,13 @@ r"""DAPO, stage 4 of 5: advantages from the critic, then policy optimisation (Al
     A(s, a_i) = Q(s, a_i) - mean_j Q(s, a_j),   Q(s, a) = V_phi(s a), or the reward if a ends the response    (Eq. 13)
     min_theta 1/2 E_{s,a} [ A(s, a) / beta - log pi_theta(a|s) / pi_ref(a|s) ]^2                              (Eq. 12)
 
-The actions of s are the first steps of its completions. The minimiser has log-ratio A/beta: a *smaller* beta asks for a
-*larger* move away from pi_ref. --advantage says where Q comes from, all else equal: the critic (above); "mc", no critic,
-but the completions themselves; or "outcome", no steps at all: whole solutions are the actions of the prompt, and Q is the
-reward. Each source passes the gap filter by its own advantages. Three tricks, as in the paper: all actions of a state are in one batch; the mean runs
-over all samples, but each distinct action is trained on once; only states with max A - min A >= --gap are trained on.
+The actions of s are the first steps of its completions. The loss asks for a log-ratio of A/beta: a *smaller* beta asks
+for a *larger* move away from pi_ref. --advantage says where Q comes from, all else equal: the critic (above); "mc", no
+critic, but the completions themselves; or "outcome", no steps at all: whole solutions are the actions of the prompt, and
+Q is the reward. Each source passes the gap filter by its own advantages.
+
+Three tricks, as in the paper: all actions of a state are in one batch; the mean runs over all samples, but each distinct
+action is trained on once; only states with max A - min A >= --gap are trained on.
 
 Reads:   RUN/trees.jsonl and, for the critic, RUN/values.safetensors; for "outcome" RUN/solutions.jsonl alone;
          the policy that was sampled from (pi_ref)
@@ -85,8 +87,9 @@ def advantages(tree, values):
 
 
 def monte_carlo(tree):
-    """Q(s, a) of a tree's actions from completions alone, NaN where there are none: the share of those through the action
-    that ended right, both those sampled at s that begin with a and, where s a was completed, those sampled there."""
+    """Q(s, a) of a tree's actions from completions alone, NaN where there are none: the share of those through the
+    action that ended right, both those sampled at s that begin with a and, where s a was completed, those sampled
+    there."""
     hits = [node["hits"] + node.get("value", 0) * node.get("n", 0) for node in tree["nodes"]]
     counts = [node["count"] + node.get("n", 0) for node in tree["nodes"]]
     return [right / count if count else math.nan for right, count in zip(hits, counts)]
@@ -178,8 +181,8 @@ def read_pairs(run, source, tokenizer, values=None):
 
 
 def choose_pairs(trees, min_gap, seed):
-    """Advantages and the gap filter over all trees, as read_pairs yields them -> (to train: list of Steps, drift: list of
-    Steps, targets: (nodes,) advantages of the trained nodes, NaN elsewhere, counts for the summary)."""
+    """Advantages and the gap filter over all trees, as read_pairs yields them -> (to train: list of Steps, drift: list
+    of Steps, targets: (nodes,) advantages of the trained nodes, NaN elsewhere, counts for the summary)."""
     advantage, train, filtered = [], [], []
     n = dict.fromkeys(("problems", "states", "states trained on", "pairs trained on", "actions cut off, not trained on",
                        "actions that end the response, beside others that do not", "their advantage above 0"), 0)
@@ -332,8 +335,8 @@ def parse_args():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_run_flags(parser)
     method = parser.add_argument_group("method")
-    method.add_argument("--advantage", choices=["critic", "mc", "outcome"], default="critic", help="where Q comes from: "
-                        "the critic, the completions, or the rewards of whole solutions (default: %(default)s)")
+    method.add_argument("--advantage", choices=["critic", "mc", "outcome"], default="critic", help="where Q comes "
+                        "from: the critic, the completions, or the rewards of whole solutions (default: %(default)s)")
     method.add_argument("--beta", type=positive(float), default=0.01, help="weight of KL(pi || pi_ref): the target "
                         "log-ratio is A/beta, so a smaller beta asks for a larger move (paper: 0.01 or 0.02; "
                         "default: %(default)s)")
