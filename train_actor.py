@@ -321,11 +321,12 @@ def train(args, world, folder, values, made_from):
 
 def check_data(args):
     """-> (the hashes of the data and of the policy that it was sampled from, that policy's folder)."""
-    folder = find_model(stage_record(args.run, "generate")["model"])
     if args.advantage == "outcome":
+        folder = find_model(stage_record(args.run, "generate")["model"])
         solutions, policy = check_solutions(args.run, folder)
         return {"solutions": solutions, "policy": policy}, folder
     trees, policy = check_trees(args.run)
+    folder = find_model(stage_record(args.run, "generate")["model"])
     if model_hash(folder) != policy:
         raise UserError(f"{folder}: not the policy that the trees were sampled from: its weights have changed")
     return {"trees": trees, "policy": policy}, folder
