@@ -212,7 +212,7 @@ def check_solutions(run, folder):
     path, generate = run / "solutions.jsonl", stage_record(run, "generate")
     if "summary" not in generate or not path.exists():
         raise UserError(f"{path}: not complete: run generate.py with the same --run again")
-    if file_hash(path) != generate["solutions"]:
+    if file_hash(path) != generate.get("solutions"):
         raise UserError(f"{path}: not the file that generate.py wrote: restore it, or run generate.py with --overwrite")
     if model_hash(folder) != generate["inputs"]["policy"]:
         raise UserError(f"{folder}: not the policy that sampled {path}: its weights have changed")
