@@ -1816,8 +1816,8 @@ def test_the_study_measures_what_evaluate_does(toy):
     for name, folder in (("ref", toy / "policy"), ("actor", toy / "actor")):
         found = measure(folder, toy / "policy", rows, TOY)
         assert found["greedy"] == pytest.approx(report[name]["greedy"], abs=0.02)
-        assert found["sampled"] == pytest.approx(report[name]["sampled"], abs=0.05)
-        assert found["kl"] == pytest.approx(0 if name == "ref" else sampled_kl(toy), abs=0.15)
+        assert found["sampled"] == pytest.approx(report[name]["sampled"], abs=0.08)
+        assert found["kl"] == pytest.approx(0 if name == "ref" else sampled_kl(toy), abs=0.25)
 
 
 def test_the_study(toy, monkeypatch, tmp_path):
