@@ -4,7 +4,7 @@ r"""The toy, the demo and the tests of this DAPO implementation.
     python test_dapo.py bench        time, tokens and memory, beside the usual way's: a row for each pair (7 minutes)
     python test_dapo.py smol         the five stages with a real language model, SmolLM2-135M (an hour)
     python test_dapo.py stress       kills every stage at random moments and compares what comes out (half an hour)
-    python test_dapo.py study        advantages of critic, completions and whole solutions, beside each other (two hours)
+    python test_dapo.py study        advantages of critic, completions and whole solutions, side by side (two hours)
     pytest test_dapo.py              the tests
 
 The toy: sums modulo 10, one step a line. The policy has a known flaw: a step that adds or subtracts 7 or 8 it sometimes

@@ -4,12 +4,12 @@ r"""DAPO, stage 4 of 5: advantages from the critic, then policy optimisation (Al
     min_theta 1/2 E_{s,a} [ A(s, a) / beta - log pi_theta(a|s) / pi_ref(a|s) ]^2                              (Eq. 12)
 
 The actions of s are the first steps of its completions. The loss asks for a log-ratio of A/beta: a *smaller* beta asks
-for a *larger* move away from pi_ref. --advantage says where Q comes from, all else equal: the critic (above); "mc", no
-critic, but the completions themselves; or "outcome", no steps at all: whole solutions are the actions of the prompt, and
-Q is the reward. Each source passes the gap filter by its own advantages.
+for a *larger* move away from pi_ref. --advantage says where Q comes from, all else equal: the critic (above); "mc",
+no critic, but the completions themselves; or "outcome", no steps at all: whole solutions are the actions of the prompt,
+and Q is the reward. Each source passes the gap filter by its own advantages.
 
-Three tricks, as in the paper: all actions of a state are in one batch; the mean runs over all samples, but each distinct
-action is trained on once; only states with max A - min A >= --gap are trained on.
+Three tricks, as in the paper: all actions of a state are in one batch; the mean runs over all samples, but each
+distinct action is trained on once; only states with max A - min A >= --gap are trained on.
 
 Reads:   RUN/trees.jsonl and, for the critic, RUN/values.safetensors; for "outcome" RUN/solutions.jsonl alone;
          the policy that was sampled from (pi_ref)
