@@ -48,6 +48,8 @@ from train_critic import (Checkpoint, Log, Steps, World, add_training_flags, che
 CHUNK = 1024        # tokens whose logits exist at one time
 DRIFT_STATES = 128  # filtered-out states on which the drift is measured ...
 DRIFT_EVERY = 10    # ... every so many steps
+NO_PAIRS = {"critic": "lower --gap, or look at the critic's summary in train_critic.json", "mc": "lower --gap",
+            "outcome": "every problem's solutions are all right or all wrong: sample more of them"}
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Advantages and the loss
@@ -261,9 +263,7 @@ def train(args, world, folder, values, made_from):
     steps, drift, advantage, counts = choose_pairs(
         read_pairs(args.run, args.advantage, load_tokenizer(folder), values), args.gap, args.seed)
     if not steps:
-        hint = {"critic": "lower --gap, or look at the critic's summary in train_critic.json", "mc": "lower --gap",
-                "outcome": "every problem's solutions are all right or all wrong: sample more of them"}[args.advantage]
-        raise UserError(f"{args.run}: no state has max A - min A >= {args.gap}: {hint}")
+        raise UserError(f"{args.run}: no state has max A - min A >= {args.gap}: {NO_PAIRS[args.advantage]}")
     groups, drift_groups = pack(steps, args.max_tokens, args.batch), pack(drift, args.max_tokens)
     sizes = [sum(len(row.nodes) for row in group) for group in groups]
     batches = make_batches(sizes, args.batch, args.epochs, args.seed)
