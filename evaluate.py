@@ -16,7 +16,6 @@ Interrupted? Run the same command again: it goes on with the answers that are mi
 import argparse
 import math
 from collections import defaultdict
-from pathlib import Path
 
 import numpy as np
 from transformers import AutoModelForTokenClassification
@@ -212,8 +211,9 @@ def stage_costs(run):
     records = {stage: stage_record(run, stage) for stage in ("generate", "label", "train_critic", "train_actor")
                if (run / f"{stage}.json").exists()}
     summary = {stage: record["summary"] for stage, record in records.items() if "summary" in record}
-    policy, rows = Path(records.get("generate", {}).get("model", "")), []
-    if not policy.is_dir():
+    try:
+        policy, rows = find_model(records["generate"]["model"]), []
+    except (KeyError, UserError):  # sampled in another run, or by a model that is gone
         return []
 
     def add(stage, model, ours, theirs=None):

@@ -7,7 +7,8 @@ steps of a solution. From every state of the selected solutions the policy sampl
     MC_N(s) = 1/N sum_i r(x, completion_i)   estimates   V(s) = P(pi_ref, continuing from s, ends right).   (Eq. 3)
 
 The completions' first steps are also the actions on which the actor will be trained: sampled from pi_ref at s, they
-cost nothing more. All solutions and sampled steps of a problem make one tree, in which equal prefixes are one node.
+cost nothing more. The selected solutions and all first steps of a problem make one tree, in which equal prefixes are
+one node.
 
 Reads:   RUN/solutions.jsonl, the policy that sampled them
 Writes:  RUN/completions.jsonl  one state a line: id, state (its node), completions (ids, reward, finish)
@@ -45,20 +46,21 @@ def token_text(tokenizer, token):
 def split_steps(tokenizer, ids, delimiter="\n", pieces=1):
     r"""Cut a response's token ids into steps: list[int] -> yields list[int], which join to ids.
 
-    A piece ends with the token that completes its first delimiter, blanks at its start left aside; what follows the
-    last such token (often the end-of-text id) is a piece too, and a step is `pieces` of them. So blank lines open the
-    next step, and no step is a prefix of another one, which makes the pi(a|s) of all actions sum to 1. With one token a
-    word:
+    A piece ends with the token that completes its first delimiter; what follows the last such token (often the
+    end-of-text id) is a piece too, and a step is `pieces` of them. A delimiter of blanks alone does not count before
+    the piece's first other character: so blank lines open the next step. No step is a prefix of another one, which
+    makes the pi(a|s) of all actions sum to 1. With one token a word:
 
         "\n"  "a"  "=1"  "\n"  "\n"  "b"  ".\n\n"  "<eos>"   ->   ["\n" "a" "=1" "\n"]  ["\n" "b" ".\n\n"]  ["<eos>"]
     """
     first = begin = found = 0  # of the step, of the piece, pieces in the step
-    text = ""
+    text, blank = "", delimiter.isspace()
     for end, token in enumerate(ids, 1):
         text += token_text(tokenizer, token)
-        if not delimiter.isascii():  # it may be torn between tokens
-            text = tokenizer.decode(ids[begin:end], clean_up_tokenization_spaces=False)
-        if delimiter in text.lstrip():
+        if not delimiter.isascii():  # its characters may be torn between tokens
+            recent = begin if blank else max(begin, end - len(delimiter.encode()))
+            text = tokenizer.decode(ids[recent:end], clean_up_tokenization_spaces=False)
+        if delimiter in (text.lstrip() if blank else text):
             begin, text, found = end, "", found + 1
             if found == pieces:
                 yield ids[first:end]
@@ -93,8 +95,8 @@ def select(solutions, k, rng):
 
 
 class Tree:
-    """All solutions of a problem and all steps sampled from their states. nodes[0] is the prompt, the state s_0; every
-    other node is a step, and the state after it.
+    """The selected solutions of a problem, the first steps of all its solutions, and those of the completions of every
+    state. nodes[0] is the prompt, the state s_0; every other node is a step, and the state after it.
 
     A node: parent (before it in the list), text, ids (the step's own token ids), visits (selected solutions that pass
     here), count (completions sampled at the parent that begin with this step), hits (those of them that ended right);
@@ -110,7 +112,7 @@ class Tree:
         selected = select(row["solutions"], n_selected, random.Random(f"{seed}/{row['id']}"))
         self.split = functools.partial(split_steps, tokenizer, delimiter=delimiter)
         if max_states < math.inf:
-            longest = max(sum(1 for _ in self.split(solution["ids"])) for solution in selected)
+            longest = max(len(list(self.split(solution["ids"]))) for solution in selected)
             self.split = functools.partial(self.split, pieces=math.ceil(longest / (max_states + 1)))
         self.nodes = [{"parent": -1, "text": "", "ids": row["prompt_ids"], "visits": 0, "count": 0, "hits": 0}]
         self.node_of = {}  # (parent, step's ids) -> node

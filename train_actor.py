@@ -49,7 +49,7 @@ CHUNK = 1024        # tokens whose logits exist at one time
 DRIFT_STATES = 128  # filtered-out states on which the drift is measured ...
 DRIFT_EVERY = 10    # ... every so many steps
 NO_PAIRS = {"critic": "lower --gap, or look at the critic's summary in train_critic.json", "mc": "lower --gap",
-            "outcome": "every problem's solutions are all right or all wrong: sample more of them"}
+            "outcome": "lower --gap, or sample more solutions: every problem's are all right or all wrong"}
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Advantages and the loss
@@ -196,9 +196,9 @@ def choose_pairs(trees, min_gap, seed):
         n["states"] += len(of_states)
         n["actions cut off, not trained on"] += sum(bool(node.get("cut") and node["count"]) for node in nodes)
         steps = Steps(tree["id"], first, [node["parent"] for node in nodes], [node["ids"] for node in nodes], wanted)
-        for of_state in of_states.values():
-            if gap(of_state) < min_gap or not of_state:
-                filtered += [(steps, list(of_state))] if of_state else []
+        for of_state in filter(None, of_states.values()):  # empty where all actions were cut off
+            if gap(of_state) < min_gap:
+                filtered.append((steps, list(of_state)))
                 continue
             wanted += of_state
             n["states trained on"] += 1
@@ -247,7 +247,7 @@ def mean_drift(policy, groups, ref, world):
 
 
 def converged(history, window):
-    """Whether the mean |log ratio| of the last two windows of steps differs by less than 1% (the authors'
+    """Whether the mean |log ratio| of the last two windows of steps differs by less than 1% (our form of the authors'
     stopping rule)."""
     if not window or len(history) < 2 * window:
         return False
@@ -321,12 +321,11 @@ def train(args, world, folder, values, made_from):
 
 def check_data(args):
     """-> (the hashes of the data and of the policy that it was sampled from, that policy's folder)."""
+    folder = find_model(stage_record(args.run, "generate")["model"])
     if args.advantage == "outcome":
-        folder = find_model(stage_record(args.run, "generate")["model"])
         solutions, policy = check_solutions(args.run, folder)
         return {"solutions": solutions, "policy": policy}, folder
     trees, policy = check_trees(args.run)
-    folder = find_model(stage_record(args.run, "generate")["model"])
     if model_hash(folder) != policy:
         raise UserError(f"{folder}: not the policy that the trees were sampled from: its weights have changed")
     return {"trees": trees, "policy": policy}, folder

@@ -756,11 +756,13 @@ def check_trees(run):
         raise UserError(f"{path}: not complete: run label.py with the same --run again")
     if file_hash(path) != label["trees"]:
         raise UserError(f"{path}: not the file that label.py wrote: restore it, or run label.py with --overwrite")
-    policy = stage_record(run, "generate")["inputs"]["policy"]
-    if label["inputs"]["policy"] != policy:
-        raise UserError(f"{path}: is of another policy ({label['inputs']['policy']}) than {run / 'generate.json'} "
-                        f"({policy}): run label.py with --overwrite, or restore what belongs together")
-    return label["trees"], policy
+    generate = stage_record(run, "generate")
+    sampled = {"policy": generate["inputs"]["policy"], "solutions.jsonl": generate.get("solutions")}
+    for what, expected in sampled.items():
+        if label["inputs"][what] != expected:
+            raise UserError(f"{path}: is of another {what} ({label['inputs'][what]}) than {run / 'generate.json'} "
+                            f"({expected}): run label.py with --overwrite, or restore what belongs together")
+    return label["trees"], sampled["policy"]
 
 
 def check_not_overwritten(source, target):
