@@ -1524,10 +1524,10 @@ def bill(run, stage):
 
 
 def progress_bar(total, title, unit="requests", initial=0):
-    """A bar with rate and time left, on rank 0."""
+    """A bar with rate and time left, on rank 0; none without a title."""
     interval = 0.5 if sys.stderr.isatty() else 10
     return tqdm(total=total, desc=title, unit=f" {unit}", initial=initial, mininterval=interval, smoothing=0.05,
-                dynamic_ncols=True, disable=int(os.environ.get("RANK", 0)) > 0)
+                dynamic_ncols=True, disable=not title or int(os.environ.get("RANK", 0)) > 0)
 
 
 class Shards:

@@ -639,6 +639,20 @@ def test_gradient_accumulation_equals_one_big_batch(tmp_path):
         assert close(weight, weights_of_one[name]), name
 
 
+def test_a_gradient_that_is_not_finite_changes_nothing(tmp_path):
+    from transformers import AutoModelForCausalLM
+    from train_actor import Policy
+    from train_critic import load_model, make_optimizer, optimizer_step, pack
+    rows, folder = pack(random_forest(6, [25]), 4096)[0], make_model(tmp_path / "policy")
+    with one_rank() as world:
+        policy = load_model(AutoModelForCausalLM, folder, world, wrap=Policy)
+        before = [p.full_tensor().detach().clone() for p in policy.parameters()]
+        with pytest.raises(UserError, match="not finite: start anew with a lower --lr and --overwrite"):
+            optimizer_step(policy, make_optimizer(policy), rows,
+                           lambda row, weight: policy(row, world.device).sum() * math.inf, 1e-3, 1.0, world)
+        assert all(torch.equal(x, p.full_tensor()) for x, p in zip(before, policy.parameters()))
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Tests: steps
 

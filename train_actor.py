@@ -43,7 +43,7 @@ from label import Tree, check_solutions
 from train_critic import (Checkpoint, Log, Steps, World, add_training_flags, check_not_overwritten, check_trees, deal,
                           forward_row, imbalance, learning_rate, load_model, load_values, make_batches, make_optimizer,
                           optimizer_step, pack, quiet_libraries, read_trees, remove_checkpoints, save_model,
-                          save_values, saved_dtype, tokens_of_nodes, training_bill, training_settings)
+                          save_values, saved_dtype, score_nodes, tokens_of_nodes, training_bill, training_settings)
 
 CHUNK = 1024        # tokens whose logits exist at one time
 DRIFT_STATES = 128  # filtered-out states on which the drift is measured ...
@@ -148,17 +148,9 @@ class Policy(torch.nn.Module):
         return -F.cross_entropy(logits, tokens, reduction="none")
 
 
-@torch.no_grad()
-def node_logps(policy, groups, n_nodes, world):
-    """log pi(a|s) of all scored nodes of the rows: (n_nodes,), NaN for nodes that no row scores."""
-    logps, seen = torch.zeros(2, n_nodes, device=world.device)
-    for row, weight in deal([row for group in groups for row in group], world.size)[world.rank]:
-        nodes = torch.from_numpy(row.nodes).to(world.device)
-        logps[nodes] += policy(row, world.device) * weight
-        seen[nodes] += weight
-    for part in (logps, seen):
-        dist.all_reduce(part)
-    return (logps / seen).cpu()
+def node_logps(policy, groups, n_nodes, world, title="scoring every pair"):
+    """log pi(a|s) of all scored nodes of the rows, as score_nodes gives them."""
+    return score_nodes(lambda row: policy(row, world.device), groups, n_nodes, world, title)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -514,13 +514,32 @@ def optimizer_step(model, optimizer, rows, row_loss, lr, clip, world):
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
     norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
     if not math.isfinite(norm.item()):
-        raise UserError("the gradient is not finite: nothing was changed; "
-                        "go on from the last checkpoint with a lower --lr")
+        raise UserError("the gradient is not finite: start anew with a lower --lr and --overwrite")
     for group in optimizer.param_groups:
         group["lr"] = lr
     optimizer.step()
     optimizer.zero_grad()
     return norm.item()
+
+
+@torch.no_grad()
+def score_nodes(score, groups, n_nodes, world, title=None):
+    """What score(row) -> (S,) says of the scored nodes of all rows: (n_nodes,), NaN for nodes that no row scores.
+
+    title: of a progress bar.
+    """
+    total, seen = torch.zeros(2, n_nodes, device=world.device)
+    hand = deal([row for group in groups for row in group], world.size)[world.rank]
+    bar = progress_bar(len(hand), title, "rows")
+    for row, weight in hand:
+        nodes = torch.from_numpy(row.nodes).to(world.device)
+        total[nodes] += score(row) * weight
+        seen[nodes] += weight
+        bar.update()
+    bar.close()
+    for part in (total, seen):
+        dist.all_reduce(part)
+    return (total / seen).cpu()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -537,23 +556,12 @@ def node_logits(model, row, device):
     return logits[torch.from_numpy(row.last()).to(device)]
 
 
-@torch.no_grad()
 def predict(model, groups, n_nodes, world, title=None):
-    """V_phi of all scored nodes of the rows: (n_nodes,), NaN for nodes that no row scores."""
+    """V_phi of all scored nodes of the rows, as score_nodes gives them."""
     model.eval()
-    values, seen = torch.zeros(2, n_nodes, device=world.device)
-    hand = deal([row for group in groups for row in group], world.size)[world.rank]
-    bar = progress_bar(len(hand), title, "rows") if title else None
-    for row, weight in hand:
-        nodes = torch.from_numpy(row.nodes).to(world.device)
-        values[nodes] += torch.sigmoid(node_logits(model, row, world.device)) * weight
-        seen[nodes] += weight
-        if bar:
-            bar.update()
+    values = score_nodes(lambda row: torch.sigmoid(node_logits(model, row, world.device)), groups, n_nodes, world, title)
     model.train()
-    for part in (values, seen):
-        dist.all_reduce(part)
-    return (values / seen).cpu()
+    return values
 
 
 def node_tokens(tree, tokenizer, same_vocabulary, system):
