@@ -16,18 +16,19 @@ Interrupted? Run the same command again: it goes on with the answers that are mi
 import argparse
 import math
 from collections import defaultdict
+from pathlib import Path
 
 import numpy as np
 from transformers import AutoModelForTokenClassification
 
-from generate import (Request, Team, UserError, add_engine_flags, add_problem_flags, add_run_flags, bill, equivalent,
-                      file_hash, find_model, finish_stage, grading_pool, import_problems, is_code, keep_in_record,
-                      last_boxed, load_problems, load_tokenizer, model_hash, model_size, pass_at_k, positive,
-                      print_complete, read_jsonl, render_prompt, run_stage, sample_stage, stage_record, start_stage,
-                      write_json)
+from generate import (Request, Team, UserError, add_engine_flags, add_problem_flags, add_run_flags, bill, bounded,
+                      equivalent, file_hash, find_model, finish_stage, grading_pool, import_problems, is_code,
+                      keep_in_record, last_boxed, load_problems, load_tokenizer, model_hash, pass_at_k, print_complete,
+                      read_jsonl, read_log, render_prompt, run_stage, sample_stage, stage_record, start_stage,
+                      whole_file, write_json)
 from label import Tree
-from train_critic import (Steps, World, ancestors, held_out, load_model, load_values, node_tokens, pack, predict,
-                          quiet_libraries, read_trees)
+from train_critic import (Steps, World, ancestors, held_out, load_model, load_values, node_tokens, pack, path_lengths,
+                          predict, quiet_libraries, read_trees)
 
 ROW_TOKENS = 16384  # tokens a row when the critic scores answers
 
@@ -109,7 +110,7 @@ def end_values(critic, models, problems, answers, system, steps_like):
     for name, folder in models.items():
         all_steps, states, n_nodes = end_states(load_tokenizer(folder), critic_tokenizer, problems, answers[name],
                                                 system, steps_like)
-        longest = max(sum(map(len, steps.tokens)) for steps in all_steps)
+        longest = max(max(path_lengths(steps).values()) for steps in all_steps)
         values = predict(model, pack(all_steps, max(ROW_TOKENS, longest)), n_nodes, world, f"best of n ({name})")
         result[name] = {problem: values[nodes].tolist() for problem, nodes in states.items()}
     return result
@@ -205,20 +206,19 @@ def stage_costs(run):
     as the paper counts: FLOPs = N_model (2 N_infer + 6 N_train), in tokens (Appendix E; recomputing is left out).
 
     The paper's way is what the same data would have cost if every state of every selected solution were completed and
-    every state and (state, action) had a row of its own. Stages that have not run here are left out. evaluate's models
-    count as the policy does.
+    every state and (state, action) had a row of its own. Stages that have not run here are left out, and so are all
+    where the policy was sampled from in another run. evaluate's models count as the policy does.
     """
     records = {stage: stage_record(run, stage) for stage in ("generate", "label", "train_critic", "train_actor")
                if (run / f"{stage}.json").exists()}
     summary = {stage: record["summary"] for stage, record in records.items() if "summary" in record}
-    try:
-        policy, rows = find_model(records["generate"]["model"]), []
-    except (KeyError, UserError):  # sampled in another run, or by a model that is gone
+    if "parameters" not in records.get("generate", {}):
         return []
+    policy, rows = records["generate"]["parameters"], []
 
-    def add(stage, model, ours, theirs=None):
-        flops = [model_size(model) * (2 * inferred + 6 * trained) for inferred, trained in (ours, theirs or ours)]
-        rows.append({"stage": stage, "parameters": model_size(model), "inferred": ours[0], "trained": ours[1],
+    def add(stage, parameters, ours, theirs=None):
+        flops = [parameters * (2 * inferred + 6 * trained) for inferred, trained in (ours, theirs or ours)]
+        rows.append({"stage": stage, "parameters": parameters, "inferred": ours[0], "trained": ours[1],
                      "FLOPs": flops[0], "paper's way": flops[1]})
 
     def inferred(stage):
@@ -230,10 +230,10 @@ def stage_costs(run):
         expected, sampled = records["label"]["forecast"], bill(run, "label")["tokens sampled"]
         more = expected["sampled, every state"] - expected["sampled"] + expected["prompt, every state"]
         add("label", policy, (inferred("label"), 0), (round(sampled + more), 0))
-    for stage, model in (("train_critic", run / "critic"), ("train_actor", policy)):
-        if stage in summary and model.is_dir():
+    for stage in ("train_critic", "train_actor"):
+        if stage in summary:
             took = summary[stage]
-            add(stage, model, (took["tokens scored"], took["tokens trained on"]),
+            add(stage, took["parameters"], (took["tokens scored"], took["tokens trained on"]),
                 (took["tokens scored, a row each"], took["tokens trained on, a row each"]))
     add("evaluate", policy, (inferred("evaluate"), 0))
     return rows
@@ -288,7 +288,8 @@ def draw(report, run, path):
     draw_calibration(axes[0, 1], critic)
     draw_training(axes[1, 0], run)
     draw_curve(axes[1, 1], value_curve(run, critic.get("settings", {}).get("holdout", 0.0)))
-    figure.savefig(path, dpi=110)
+    figure.savefig(f"{path}.tmp", format="png", dpi=110)
+    Path(f"{path}.tmp").replace(path)
 
 
 def draw_accuracies(axis, report):
@@ -320,8 +321,7 @@ def draw_calibration(axis, critic):
 
 
 def draw_training(axis, run):
-    lines = [line for _, line in read_jsonl(run / "log.jsonl") if line["stage"] == "train_actor"] \
-        if (run / "log.jsonl").exists() else []
+    lines = [line for line in read_log(run) if line["stage"] == "train_actor"]
     axis.set(title="Actor", xlabel="optimiser step")
     if not lines:
         return axis.text(0.5, 0.5, "no actor in this run", ha="center", transform=axis.transAxes)
@@ -366,7 +366,12 @@ def draw_curve(axis, curve):
 def named_models(given, run):
     """{name: folder} from name=path arguments; by default the run's policy and actor."""
     if not given:
-        given = [f"ref={stage_record(run, 'generate')['model']}", f"actor={run / 'actor'}"]
+        generate, actor = stage_record(run, "generate"), stage_record(run, "train_actor")
+        if actor["inputs"]["policy"] != generate["inputs"]["policy"]:
+            raise UserError(f"{run / 'actor'}: was trained on the data of another policy ({actor['inputs']['policy']}) "
+                            f"than {run / 'generate.json'} names ({generate['inputs']['policy']}): run train_actor.py "
+                            "with --overwrite, or name --models")
+        given = [f"ref={generate['model']}", f"actor={run / 'actor'}"]
     models = {}
     for argument in given:
         name, equals, path = argument.partition("=")
@@ -401,13 +406,15 @@ def parse_args():
     add_problem_flags(parser)
     parser.add_argument("--models", nargs="+", metavar="NAME=PATH", help="the policies, folders or names on the hub; "
                         "the paired tests take the first two (default: ref=<the run's policy> actor=RUN/actor)")
-    parser.add_argument("--n", type=int, default=0,
+    parser.add_argument("--n", type=bounded(int, above=-1), default=0,
                         help="samples a problem beside the greedy answer (default: %(default)s)")
-    parser.add_argument("--k", type=int, nargs="+", help="k of pass@k and maj@k (default: 1 and n)")
+    parser.add_argument("--k", type=bounded(int), nargs="+", help="k of pass@k and maj@k (default: 1 and n)")
     parser.add_argument("--critic", help="best-of-n by this critic, a folder")
-    parser.add_argument("--temperature", type=float, default=1.0, help="of the samples (default: %(default)s)")
-    parser.add_argument("--top-p", type=float, default=1.0, help="of the samples (default: %(default)s)")
-    parser.add_argument("--max-tokens", type=positive(int), default=2048,
+    parser.add_argument("--temperature", type=bounded(float, at_most=2), default=1.0,
+                        help="of the samples (default: %(default)s)")
+    parser.add_argument("--top-p", type=bounded(float, at_most=1), default=1.0,
+                        help="of the samples (default: %(default)s)")
+    parser.add_argument("--max-tokens", type=bounded(int), default=2048,
                         help="token limit of an answer (paper: %(default)s)")
     add_engine_flags(parser)
     args = parser.parse_args()
@@ -429,7 +436,7 @@ def main():
     critic, summary = args.critic and find_model(args.critic), None
     steps_like = critic and steps_of_critic(critic)
     if team.rank == 0:
-        left_out = import_problems(args.test, test, args.overwrite, args.skip_bad)
+        left_out = import_problems(args.test, test, "evaluate", args.overwrite, args.skip_bad)
         settings = {name: getattr(args, name)
                     for name in ("n", "k", "system", "temperature", "top_p", "max_tokens", "seed")}
         settings["models"] = list(models)
@@ -453,7 +460,6 @@ def main():
         return
     greedy, sampled = ({name: [answers[name, kind][problem["id"]] for problem in problems if answers[name, kind]]
                         for name in models} for kind in ("greedy", "sampled"))
-    left_out = stage_record(args.run, "evaluate").get("left_out", 0)
     report = {"problems": len(problems), "rows left out": left_out, "models": {}}
     vote = not any(is_code(problem["answer"]) for problem in problems)
     for name, folder in models.items():
@@ -464,7 +470,8 @@ def main():
         report["paired"] = compare(list(models)[:2], greedy, sampled)
     report["costs"] = stage_costs(args.run)
     write_json(args.run / "report.json", report)
-    (args.run / "report.md").write_text("\n".join(report_lines(report)) + "\n")
+    with whole_file(args.run / "report.md") as file:
+        file.write("\n".join(report_lines(report)) + "\n")
     draw(report, args.run, args.run / "report.png")
     print("\n" + "\n".join(report_lines(report)[2:]))
     finish_stage(args.run, "evaluate", {"answers": str(answers_path), "report": str(args.run / "report.md"),

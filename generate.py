@@ -427,7 +427,7 @@ CODE_STACK = 2 ** 26       # bytes, for deep recursion
 CODE_BYTES = 2 ** 17 - 1   # of a program, which is one argument of a command
 FILE_BYTES = 2 ** 24       # of each file that a program writes, and of its output
 REPLY_BYTES = 2 ** 22      # of one result of a function
-CODE = re.compile(r'\s*\{\s*"kind"\s*:')
+CODE = re.compile(r'\s*\{\s*"(kind|name|names|before|tests)"\s*:')
 FENCED = re.compile(r"^[ \t]*```[^\n`]*\n((?:(?![ \t]*```).*\n)*?)[ \t]*```[ \t]*\r?$", re.MULTILINE)
 DECIMAL = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)(e[+-]?\d{1,4})?", re.ASCII | re.IGNORECASE)
 # As root: show the folders $1 ... under the folder $0, which everybody can reach, in this mount namespace alone.
@@ -458,7 +458,8 @@ class Failed(Exception):
 
 
 def code_tests(answer):
-    """The tests that are a code problem's answer, or None for a math problem. They are one JSON object:
+    """The tests that are a code problem's answer, or None for a math problem. They are one JSON object, its fields in
+    any order:
 
     {"kind": "stdin", "tests": [[input, output], ...]}                       a program that reads and prints
     {"kind": "function", "name": ..., "tests": [[arguments, result], ...]}   a function, or a method of class Solution
@@ -981,10 +982,9 @@ def math_problem(record):
     answer = str(answer) if isinstance(answer, (str, int, float)) else ""
     if BOX.search(answer):
         answer = last_boxed(answer) or ""
-    if not is_code(answer):
-        answer = answer.rsplit("####", 1)[-1].strip()
-        if re.fullmatch(r"(\$\$?)[^$]+\1", answer):
-            answer = answer.strip("$").strip()
+    answer = answer.rsplit("####", 1)[-1].strip()
+    if re.fullmatch(r"(\$\$?)[^$]+\1", answer):
+        answer = answer.strip("$").strip()
     if not answer:
         raise NoAnswer("no answer: give it as \"answer\", or in \\boxed{} in \"solution\"")
     return text, answer
@@ -1116,15 +1116,17 @@ def mbpp_problem(record):
              "names": sorted(used - made - modules), "tests": tests if shown else ""})
 
 
-def import_problems(source, target, overwrite, skip_bad):
+def import_problems(source, target, stage, overwrite, skip_bad):
     """Copy a data file into the run in load_problems' form, or look at the one that is there -> how many rows without a
-    gold answer were left out, None if that was counted when the file was imported."""
+    gold answer were left out when it was imported."""
     if source is None:
         if not target.exists():
-            flag = "--test" if target.name == "test.jsonl" else "--problems"
+            flag = "--test" if stage == "evaluate" else "--problems"
             raise UserError(f"{target}: no such file: import a data file with {flag}")
         load_problems(target)
-        return None
+        record = target.parent / f"{stage}.json"
+        made = json.loads(record.read_text()) if record.exists() else {"inputs": {}}
+        return made.get("left_out", 0) if made["inputs"].get(target.name) == file_hash(target) else 0
     skipped = [] if skip_bad else None
     problems = load_problems(source, skipped)
     if skipped:
@@ -1221,9 +1223,8 @@ def print_summary(title, summary):
 
 
 def keep_in_record(run, stage, **more):
-    """Add to a stage's record what is not None."""
-    write_json(run / f"{stage}.json", {**stage_record(run, stage),
-                                       **{name: value for name, value in more.items() if value is not None}})
+    """Add to a stage's record."""
+    write_json(run / f"{stage}.json", {**stage_record(run, stage), **more})
 
 
 def stage_record(run, stage):
@@ -1282,14 +1283,19 @@ def load_tokenizer(folder):
 
 def render_prompt(tokenizer, problem, system=None):
     """The state s_0 of a problem -> (text, token ids): by the chat template if there is one, with the system prompt for
-    math or for code unless another is given ("": none); else the bare problem."""
+    math or for code unless another is given ("": none but the template's own); else the bare problem."""
+    from jinja2 import TemplateError
     if not tokenizer.chat_template:
         return problem["problem"], tokenizer(problem["problem"]).input_ids
     if system is None:
         system = CODE_SYSTEM if is_code(problem["answer"]) else MATH_SYSTEM
     messages = [{"role": "system", "content": system}] * bool(system)
     messages += [{"role": "user", "content": problem["problem"]}]
-    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    try:
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    except TemplateError as error:
+        raise UserError(f"{tokenizer.name_or_path}: its chat template refuses the prompt ({error}): --system '' leaves "
+                        "the system prompt out") from None
     return text, tokenizer(text, add_special_tokens=False).input_ids
 
 
@@ -1461,6 +1467,8 @@ def sample(sampler, requests, title):
             ids = list(output.token_ids)
             text = decode(sampler.tokenizer, request.steps + ids)
             reward = grade(request.problem, text) if output.finish_reason == "stop" else 0.0
+            if reward not in (0, 1):
+                raise UserError(f"problem {request.problem['id']}: grade() returned {reward}: it must be 0.0 or 1.0")
             completions.append({"text": text, "ids": ids, "reward": reward, "finish": output.finish_reason})
         return completions
 
@@ -1634,33 +1642,34 @@ def summarise(path):
             **bill(path.parent, "generate")}
 
 
-def positive(kind):
-    """An argparse type: an int or a float above 0."""
-    def number(text):
-        if kind(text) <= 0:
-            raise argparse.ArgumentTypeError(f"{text} is not above 0")
+def bounded(kind, above=0, at_most=sys.float_info.max):
+    """An argparse type: a finite int or float with above < x <= at_most."""
+    def read(text):
+        if not above < kind(text) <= at_most:
+            limit = f" and at most {at_most}" * (at_most < sys.float_info.max)
+            raise argparse.ArgumentTypeError(f"{text} is not above {above}{limit}")
         return kind(text)
-    return number
+    return read
 
 
 def add_run_flags(parser):
     parser.add_argument("--run", type=Path, default=Path("runs/toy"), help="the run folder (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="random seed (default: %(default)s)")
+    parser.add_argument("--seed", type=bounded(int, above=-1), default=0, help="random seed (default: %(default)s)")
     parser.add_argument("--overwrite", action="store_true", help="discard this stage's outputs and start anew")
 
 
 def add_problem_flags(parser):
     parser.add_argument("--skip-bad", action="store_true",
                         help="leave out rows without a gold answer, and count them, instead of stopping at the first")
-    parser.add_argument("--system", help=f"system prompt of chat models (default, for math: {MATH_SYSTEM} For code: "
-                        f"{CODE_SYSTEM})")
+    parser.add_argument("--system", help="system prompt of models with a chat template; '' for none but the "
+                        f"template's own (default, for math: {MATH_SYSTEM} For code: {CODE_SYSTEM})")
 
 
 def add_engine_flags(parser):
     engine = parser.add_argument_group("vLLM")
-    engine.add_argument("--tensor-parallel", type=positive(int), default=1,
+    engine.add_argument("--tensor-parallel", type=bounded(int), default=1,
                         help="GPUs per engine (default: %(default)s)")
-    engine.add_argument("--gpu-memory", type=positive(float), default=0.9,
+    engine.add_argument("--gpu-memory", type=bounded(float, at_most=1), default=0.9,
                         help="share of each GPU's memory (default: %(default)s)")
 
 
@@ -1671,13 +1680,13 @@ def parse_args():
     add_problem_flags(parser)
     parser.add_argument("--model", help="the policy: a folder or a name on the hub (default: RUN/policy)")
     sampling = parser.add_argument_group("sampling")
-    sampling.add_argument("--solutions", type=positive(int), default=32,
+    sampling.add_argument("--solutions", type=bounded(int), default=32,
                           help="solutions a problem (default, as in the paper: %(default)s)")
-    sampling.add_argument("--temperature", type=float, default=1.0,
+    sampling.add_argument("--temperature", type=bounded(float, at_most=2), default=1.0,
                           help="1 samples from pi_ref itself (default: %(default)s)")
-    sampling.add_argument("--top-p", type=float, default=1.0,
+    sampling.add_argument("--top-p", type=bounded(float, at_most=1), default=1.0,
                           help="1 samples from pi_ref itself (default: %(default)s)")
-    sampling.add_argument("--max-tokens", type=positive(int), default=2048,
+    sampling.add_argument("--max-tokens", type=bounded(int), default=2048,
                           help="token limit of a solution (default: %(default)s)")
     add_engine_flags(parser)
     return parser.parse_args()
@@ -1690,13 +1699,14 @@ def main():
     folder = find_model(args.model or args.run / "policy")
     output, summary = args.run / "solutions.jsonl", None
     if team.rank == 0:
-        left_out = import_problems(args.problems, args.run / "problems.jsonl", args.overwrite, args.skip_bad)
+        left_out = import_problems(args.problems, args.run / "problems.jsonl", "generate", args.overwrite,
+                                   args.skip_bad)
         settings = {name: getattr(args, name) for name in
                     ("solutions", "temperature", "top_p", "max_tokens", "system", "seed")}
         inputs = {"problems.jsonl": file_hash(args.run / "problems.jsonl"), "policy": model_hash(folder)}
         summary = start_stage(args.run, "generate", settings, inputs, [output], args.overwrite)
         is_folder = Path(args.model or folder).is_dir()
-        keep_in_record(args.run, "generate", left_out=left_out,
+        keep_in_record(args.run, "generate", left_out=left_out, parameters=model_size(folder),
                        model=str(folder.resolve() if is_folder else args.model))
     if summary := team.share("summary", summary):
         return team.rank > 0 or print_complete("generate", summary)
@@ -1708,7 +1718,6 @@ def main():
                                 ids, [], args.solutions, args.max_tokens, args.temperature, args.top_p, args.seed))
     sample_stage("generate", [(folder, requests)], output, ["id"], "solutions", args, team)
     if team.rank == 0:
-        left_out = stage_record(args.run, "generate").get("left_out", 0)
         finish_stage(args.run, "generate", {**summarise(output), "rows without a gold answer, left out": left_out},
                      solutions=file_hash(output))
 

@@ -28,8 +28,8 @@ import json
 import math
 import random
 
-from generate import (Request, Team, UserError, add_engine_flags, add_run_flags, bill, cache_block, decode, file_hash,
-                      find_model, finish_stage, load_tokenizer, model_hash, positive, print_complete, read_jsonl,
+from generate import (Request, Team, UserError, add_engine_flags, add_run_flags, bill, bounded, cache_block, decode,
+                      file_hash, find_model, finish_stage, load_tokenizer, model_hash, print_complete, read_jsonl,
                       run_stage, sample_stage, stage_record, start_stage, whole_file)
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -37,9 +37,9 @@ from generate import (Request, Team, UserError, add_engine_flags, add_run_flags,
 
 
 @functools.cache
-def token_text(tokenizer, token):
-    """A token's text within a response. (Some tokenizers strip a text's first blank.)"""
-    once, twice = (tokenizer.decode([token] * n, clean_up_tokenization_spaces=False) for n in (1, 2))
+def text_of(tokenizer, *tokens):
+    """The tokens' text within a response. (Some tokenizers strip a text's first blank.)"""
+    once, twice = (tokenizer.decode(tokens * n, clean_up_tokenization_spaces=False) for n in (1, 2))
     return twice[len(once):]
 
 
@@ -53,15 +53,14 @@ def split_steps(tokenizer, ids, delimiter="\n", pieces=1):
 
         "\n"  "a"  "=1"  "\n"  "\n"  "b"  ".\n\n"  "<eos>"   ->   ["\n" "a" "=1" "\n"]  ["\n" "b" ".\n\n"]  ["<eos>"]
     """
-    first = begin = found = 0  # of the step, of the piece, pieces in the step
+    first = torn = found = 0  # where the step begins, and a character that is not whole yet; pieces in the step
     text, blank = "", delimiter.isspace()
-    for end, token in enumerate(ids, 1):
-        text += token_text(tokenizer, token)
-        if not delimiter.isascii():  # its characters may be torn between tokens
-            recent = begin if blank else max(begin, end - len(delimiter.encode()))
-            text = tokenizer.decode(ids[recent:end], clean_up_tokenization_spaces=False)
-        if delimiter in (text.lstrip() if blank else text):
-            begin, text, found = end, "", found + 1
+    for end in range(1, len(ids) + 1):
+        piece = text + text_of(tokenizer, *ids[torn:end])
+        if not piece.endswith("\ufffd"):
+            text, torn = piece, end
+        if delimiter in (piece.lstrip() if blank else piece):
+            text, torn, found = "", end, found + 1
             if found == pieces:
                 yield ids[first:end]
                 first, found = end, 0
@@ -250,13 +249,13 @@ def unescaped(text):
 def parse_args():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_run_flags(parser)
-    parser.add_argument("--select", type=positive(int), default=6,
+    parser.add_argument("--select", type=bounded(int), default=6,
                         help="solutions a problem to label (default, as in the paper: %(default)s)")
-    parser.add_argument("--completions", type=positive(int), default=16,
+    parser.add_argument("--completions", type=bounded(int), default=16,
                         help="completions a state, N and M (default, as in the paper: %(default)s)")
     parser.add_argument("--delimiter", type=unescaped, default="\n", help=r"text that ends a step, with \n, \t and the "
                         r"like as in Python: \n\n for paragraphs, . for sentences (default, as in the paper: \n)")
-    parser.add_argument("--max-states", type=positive(int), metavar="K", help="complete at most K states of a "
+    parser.add_argument("--max-states", type=bounded(int), metavar="K", help="complete at most K states of a "
                         "solution: a problem's steps are made of as many pieces as it takes (default: no limit)")
     add_engine_flags(parser)
     return parser.parse_args()

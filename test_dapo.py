@@ -387,7 +387,8 @@ def kl_of_samples(actor, ref, problems, answers):
         first += n + 1
     with one_rank() as world:
         ours, theirs = (node_logps(load_model(AutoModelForCausalLM, folder, world, wrap=Policy), pack(all_steps, 4096),
-                                   first, world) for folder in (actor, ref))
+                                   first, world, f"KL: log-probs of {name}")
+                        for name, folder in (("the actor", actor), ("the reference", ref)))
     return (ours - theirs).nanmean().item()
 
 
@@ -509,11 +510,20 @@ def test_packed_log_probs_and_gradients_equal_a_row_per_pair(tmp_path, shape):
         assert close(gradients[name], parameter.grad), name
 
 
+def test_a_critic_that_transformers_does_not_have(tmp_path):
+    from transformers import AutoModelForTokenClassification, OlmoConfig, OlmoForCausalLM
+    from train_critic import load_model
+    OlmoForCausalLM(OlmoConfig(vocab_size=60, hidden_size=32, intermediate_size=64, num_hidden_layers=1,
+                               num_attention_heads=2)).save_pretrained(tmp_path / "olmo")
+    with one_rank() as world, pytest.raises(UserError, match="olmo: transformers cannot make the model .Unrecognized"):
+        load_model(AutoModelForTokenClassification, tmp_path / "olmo", world, num_labels=1)
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 def test_packed_values_and_gradients_equal_a_row_per_state(tmp_path, shape):
     """The critic's logits and the gradient of Eq. 15, from packed trees and from one plain row per state."""
     from transformers import AutoModelForTokenClassification
-    from train_critic import critic_loss, load_model, node_logits, pack, saved_dtype, save_model
+    from train_critic import critic_loss, load_model, node_logits, pack, save_model
     sizes, max_tokens = SHAPES[shape]
     forest, base = random_forest(2, sizes), make_model(tmp_path / "base")
     torch.manual_seed(4)
@@ -524,7 +534,7 @@ def test_packed_values_and_gradients_equal_a_row_per_state(tmp_path, shape):
         assert all((critic.score.get_parameter(name).full_tensor() == 0).all() for name in ("weight", "bias"))
         with torch.no_grad():
             critic.score.weight.fill_(0.1)
-        save_model(critic, AutoModelForTokenClassification, tmp_path / "critic", saved_dtype(base), base, world)
+        save_model(critic, AutoModelForTokenClassification, tmp_path / "critic", None, base, world)
         plain = AutoModelForTokenClassification.from_pretrained(tmp_path / "critic")
         plain.dropout.p = 0.0
         expected, found = {}, {}
@@ -724,7 +734,7 @@ def as_nodes(tokenizer, ids, delimiter="\n", max_states=math.inf):
     return Tree(row, tokenizer, 1, 0, delimiter, max_states).nodes[1:]
 
 
-@pytest.mark.parametrize("delimiter", ["\n", "\n\n", ".", ". ", "\n= ", "学"])
+@pytest.mark.parametrize("delimiter", ["\n", "\n\n", ".", ". ", "\n= ", "学", " 学", "学a"])
 @pytest.mark.parametrize("name", TOKENIZERS)
 def test_steps_join_to_the_response(name, delimiter):
     """Ids join to the sampled ids, texts to the response's text; a step ends with the token that completes its first
@@ -733,11 +743,13 @@ def test_steps_join_to_the_response(name, delimiter):
     from label import split_steps
     tokenizer, rng = TOKENIZERS[name](), random.Random(0)
 
-    def text_of(ids):
-        text = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+    def text_of(ids):  # after a letter, since some tokenizers drop a text's first blank
+        text = tokenizer.decode(letter + ids, clean_up_tokenization_spaces=False)[1:]
         return text.lstrip() if delimiter.isspace() else text
 
-    responses = [r for r in RESPONSES if name != "toy"] + ["".join(rng.choices("a1=. \n", k=30)) for _ in range(200)]
+    letter = tokenizer("1" if name == "toy" else "a", add_special_tokens=False).input_ids[-1:]
+    symbols = "a1=. \n" + "数学" * (name != "toy" and not delimiter.isascii())
+    responses = [r for r in RESPONSES if name != "toy"] + ["".join(rng.choices(symbols, k=30)) for _ in range(200)]
     for response in responses:
         for ending in ([], [tokenizer.eos_token_id]):
             ids = tokenizer(response, add_special_tokens=False).input_ids + ending
@@ -784,9 +796,10 @@ def test_where_a_step_ends():
     assert texts("\n- a\n- b", "\n- ") == ["\n- ", "a\n- ", "b"]
     assert texts("数a学b数学\n学", "学") == ["数a学", "b数学", "\n学"]
     assert texts("\u3000 a\u3000\u3000b", "\u3000") == ["\u3000 a\u3000", "\u3000b"]
-    newline = sentencepiece_tokenizer()
-    steps = list(split_steps(newline, newline("a=1\nb=2\n").input_ids))
-    assert [newline.decode(step) for step in steps] == ["a=1\n", "b=2\n"]
+    tokenizer = sentencepiece_tokenizer()
+    assert texts("a=1\nb=2\n") == ["a=1\n", "b=2\n"]
+    assert texts("a 学 学 b", " 学") == ["a 学", "学", "b"], "decoding drops a blank here, splitting does not"
+    assert texts("x数学a y", "学a") == ["x数学a", "y"]
 
 
 @pytest.mark.parametrize("name, delimiter", [*itertools.product([*TOKENIZERS][:2], ["\n", ". ", "é"]), ("toy", "\n")])
@@ -885,7 +898,7 @@ def test_advantages_worked_by_hand():
     assert found == pytest.approx({1: -0.05, 2: 0.55, 5: 0.1, 6: -0.3})
     states = state_advantages(tree, values)
     assert gap(states[0]) == pytest.approx(0.6) and gap(states[1]) == pytest.approx(0.4)
-    assert gap({}) == 0.0 and gap({3: 0.2}) == 0.0
+    assert gap({}) == 0.0 and gap({3: 0.2}) == 0.0 and gap({3: 0.6, 4: 0.5}) == 0.1
 
 
 def test_the_gap_filter_and_distinct_actions():
@@ -1540,6 +1553,38 @@ def test_code_data_sets(tmp_path, name):
     assert grade(problems[0], f"```python\n{right}\n```") == 1.0 and grade(problems[0], wrong) == 0.0
 
 
+def test_tests_of_ones_own_in_any_order(tmp_path):
+    from generate import code_tests, load_problems
+    own = {"tests": [["3 4", "7"]], "kind": "stdin"}
+    (tmp_path / "p.jsonl").write_text(json.dumps({"problem": "Add.", "answer": json.dumps(own)}) + "\n")
+    assert code_tests(load_problems(tmp_path / "p.jsonl")[0]["answer"]) == own
+
+
+def test_rows_left_out_are_counted_as_long_as_the_file_is_there(tmp_path):
+    from generate import import_problems, keep_in_record, start_stage
+    data, target = tmp_path / "data.jsonl", tmp_path / "problems.jsonl"
+    data.write_text('{"problem": "1+1=", "answer": "2"}\n{"problem": "1+2="}\n')
+    assert import_problems(data, target, "generate", overwrite=False, skip_bad=True) == 1
+    start_stage(tmp_path, "generate", {}, {"problems.jsonl": file_hash(target)}, [], overwrite=False)
+    keep_in_record(tmp_path, "generate", left_out=1)
+    assert import_problems(None, target, "generate", overwrite=True, skip_bad=False) == 1
+    target.write_text('{"problem": "1+3=", "answer": "4"}\n')
+    assert import_problems(None, target, "generate", overwrite=True, skip_bad=False) == 0
+
+
+def test_a_reward_is_0_or_1(monkeypatch):
+    import generate
+    request = generate.Request("r", {}, {"id": "p7", "problem": "1+1=", "answer": "2"}, [], [], 1, 9, 1.0, 1.0, 0)
+    output = argparse.Namespace(token_ids=[ID["2"]], finish_reason="stop")
+    sampler = argparse.Namespace(tokenizer=toy_tokenizer(), stream=lambda requests: [(request, [output])])
+    for reward in (0.0, 1.0):
+        monkeypatch.setattr(generate, "grade", lambda problem, response: reward)
+        assert [done[0]["reward"] for _, done in generate.sample(sampler, [request], "")] == [reward]
+    monkeypatch.setattr(generate, "grade", lambda problem, response: 0.5)
+    with pytest.raises(UserError, match=r"problem p7: grade\(\) returned 0.5: it must be 0.0 or 1.0"):
+        list(generate.sample(sampler, [request], ""))
+
+
 @needs_bwrap
 def test_the_toy_of_code_goes_through_generate_and_label(tmp_path):
     run = tmp_path / "code"
@@ -1626,6 +1671,10 @@ def test_prompts():
     assert render_prompt(tokenizer, math, "")[0] == "<user>1+1?<assistant>"
     assert "\\boxed{}" in render_prompt(tokenizer, math)[0]
     assert "one block fenced by ```python" in render_prompt(tokenizer, code)[0]
+    tokenizer.chat_template = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}ok"
+    assert render_prompt(tokenizer, math, "")[0] == "ok"
+    with pytest.raises(UserError, match=r"refuses the prompt \(no system role\): --system '' leaves"):
+        render_prompt(tokenizer, math)
 
 
 def test_problem_files(tmp_path):
@@ -1807,21 +1856,12 @@ def test_the_bill_and_the_forecast(toy):
     assert "the paper's way" in (toy / "report.md").read_text()
 
 
-def test_the_bill_of_a_model_from_the_hub(toy, monkeypatch, tmp_path):
-    """A model that was given by its name counts as one in a folder; one that is gone has no bill."""
-    import evaluate
-    costs = json.loads((toy / "report.json").read_text())["costs"]
-    run = copy_of(toy, tmp_path / "run", "generate.json", "label.json", "train_critic.json", "train_actor.json",
-                  "log.jsonl", "critic")
-    record = json.loads((run / "generate.json").read_text())
-    for name, expected in (("maker/name", costs), (str(tmp_path / "gone"), [])):
-        (run / "generate.json").write_text(json.dumps({**record, "model": name}))
-        with monkeypatch.context() as patch:
-            if expected:
-                patch.setattr(evaluate, "find_model", {name: toy / "policy"}.__getitem__)
-            assert evaluate.stage_costs(run) == expected
+def test_the_bill_needs_no_models(toy, tmp_path):
+    from evaluate import stage_costs
+    run = copy_of(toy, tmp_path / "run", "generate.json", "label.json", "train_critic.json", "train_actor.json", "log.jsonl")
+    assert stage_costs(run) == json.loads((toy / "report.json").read_text())["costs"]
     (run / "generate.json").unlink()
-    assert evaluate.stage_costs(run) == []
+    assert stage_costs(run) == []
 
 
 def test_monte_carlo_values_are_unbiased(toy):
@@ -2126,6 +2166,25 @@ def test_a_second_round(trained, small, monkeypatch, capsys, tmp_path):
     shutil.copy(small / "solutions.jsonl", second)
     for stage in (["label"], ["train_actor", "--advantage", "outcome"]):
         assert "solutions.jsonl: not the file that generate.py wrote" in refusal(*stage)
+    shutil.copy(first / "train_actor.json", second)
+    assert "actor: was trained on the data of another policy" in refusal("evaluate")
+
+
+def test_best_of_n_takes_rows_no_longer_than_it_must(trained, small, monkeypatch):
+    """Answers share rows of ROW_TOKENS tokens, or of the longest path, and their values do not depend on it."""
+    import evaluate
+    critic, rows, found = trained[0] / "critic", [], []
+    problems = [row for row in read_lines(small / "solutions.jsonl")[:4]]
+    answers = {"ref": {row["id"]: row["solutions"] for row in problems}}
+    pack = evaluate.pack
+    monkeypatch.setattr(evaluate, "pack", lambda *given: rows.append(pack(*given)) or rows[-1])
+    for tokens in (evaluate.ROW_TOKENS, 1):
+        monkeypatch.setattr(evaluate, "ROW_TOKENS", tokens)
+        found.append(evaluate.end_values(critic, {"ref": small / "policy"}, problems, answers, None, ["\n", math.inf]))
+        torch.distributed.destroy_process_group()
+    for name, values in found[0]["ref"].items():
+        assert found[1]["ref"][name] == pytest.approx(values, abs=1e-5) and len(values) == 4
+    assert sum(map(len, rows[0])) == 1 and sum(map(len, rows[1])) > 4, "a problem's answers are cut over rows"
 
 
 def test_delimiters_of_the_command_line():
@@ -2240,6 +2299,13 @@ def test_missing_files_and_broken_models(monkeypatch, capsys, tmp_path):
                          ("evaluate", "generate")):
         assert f"{needs}.json: no such file: run {needs}.py" in error(stage)
     assert "pass@k needs n >= k" in error("evaluate", "--n", 4, "--k", 8)
+    for stage, flag, value in (("generate", "--temperature", 0), ("generate", "--top-p", 1.5), ("generate", "--seed", -1),
+                               ("label", "--gpu-memory", 2), ("evaluate", "--k", 0), ("evaluate", "--temperature", 3),
+                               ("train_critic", "--lr", "nan"), ("train_actor", "--beta", "inf")):
+        monkeypatch.setattr(sys, "argv", [f"{stage}.py", flag, str(value)])
+        with pytest.raises(SystemExit) as ended:
+            importlib.import_module(stage).parse_args()
+        assert ended.value.code == 2 and f"argument {flag}: {value} is not above" in capsys.readouterr().err
     for name in ("tokenizer.json", "config.json", "model.safetensors"):
         broken = shutil.copytree(model, tmp_path / f"without {name}")
         (broken / name).unlink()
@@ -2923,7 +2989,7 @@ def study(run, seed, seeds=3):
     from generate import write_json
     path = run / "study.json"
     settings = json.loads(json.dumps([{name: asdict(toy) for name, toy in TOYS.items()}, GRID, EPOCHS, ACTOR_STEPS,
-                                      ACTOR_BATCH, HELD_OUT, UNSEEN, SAMPLES]))
+                                      ACTOR_BATCH, HELD_OUT, UNSEEN, SAMPLES, seed]))
     done = json.loads(path.read_text()) if path.exists() else {"settings": settings}
     if done["settings"] != settings:
         raise UserError(f"{path}: was made with other settings: use another --run")

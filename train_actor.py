@@ -37,13 +37,13 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint as recompute
 from transformers import AutoModelForCausalLM
 
-from generate import (UserError, add_run_flags, file_hash, find_model, finish_stage, load_tokenizer, model_hash,
-                      positive, print_complete, read_jsonl, run_stage, stage_record, start_stage)
+from generate import (UserError, add_run_flags, bounded, file_hash, find_model, finish_stage, load_tokenizer,
+                      model_hash, print_complete, read_jsonl, run_stage, stage_record, start_stage)
 from label import Tree, check_solutions
 from train_critic import (Checkpoint, Log, Steps, World, add_training_flags, check_not_overwritten, check_trees, deal,
                           forward_row, imbalance, learning_rate, load_model, load_values, make_batches, make_optimizer,
                           optimizer_step, pack, quiet_libraries, read_trees, remove_checkpoints, save_model,
-                          save_values, saved_dtype, score_nodes, tokens_of_nodes, training_bill, training_settings)
+                          save_values, score_nodes, tokens_of_nodes, training_bill, training_settings)
 
 CHUNK = 1024        # tokens whose logits exist at one time
 DRIFT_STATES = 128  # filtered-out states on which the drift is measured ...
@@ -98,8 +98,8 @@ def monte_carlo(tree):
 
 
 def gap(of_state):
-    """max A - min A over a state's distinct actions; 0 for fewer than two."""
-    return max(of_state.values()) - min(of_state.values()) if of_state else 0.0
+    """max A - min A over a state's distinct actions; 0 for fewer than two. (Rounded: 0.6 - 0.5 is 0.1.)"""
+    return round(max(of_state.values()) - min(of_state.values()), 9) if of_state else 0.0
 
 
 def dapo_loss(log_ratio, advantage, beta):
@@ -148,7 +148,7 @@ class Policy(torch.nn.Module):
         return -F.cross_entropy(logits, tokens, reduction="none")
 
 
-def node_logps(policy, groups, n_nodes, world, title="scoring every pair"):
+def node_logps(policy, groups, n_nodes, world, title=None):
     """log pi(a|s) of all scored nodes of the rows, as score_nodes gives them."""
     return score_nodes(lambda row: policy(row, world.device), groups, n_nodes, world, title)
 
@@ -263,7 +263,7 @@ def train(args, world, folder, values, made_from):
     ref_path = args.run / "ref_logps.safetensors"
     if not ref_path.exists():
         # from the very rows and weights that training starts with, so that every log ratio starts at 0
-        ref = node_logps(policy, groups + drift_groups, len(advantage), world)
+        ref = node_logps(policy, groups + drift_groups, len(advantage), world, "log pi_ref of every pair")
         if world.rank == 0:
             save_values(ref_path, ref, "log_probs", **made_from)
     dist.barrier()
@@ -292,22 +292,22 @@ def train(args, world, folder, values, made_from):
 
         lr = learning_rate(step, len(batches), args.lr)
         norm = optimizer_step(policy, optimizer, rows, row_loss, lr, args.clip, world)
+        rate = tokens / (time.time() - started)
         line = step_line(world.sum(*sums.tolist()), count)
         history.append(line["abs_log_ratio"])
         stop = step + 1 == len(batches) or converged(history, args.stop_window)
         if drift_groups and ((step + 1) % DRIFT_EVERY == 0 or stop):
             line["drift"] = mean_drift(policy, drift_groups, ref, world)
         log.write(step + 1, **line, grad_norm=norm, lr=lr, pairs=count, tokens=tokens,
-                  imbalance=imbalance(rows, world.size), tokens_per_s=tokens / (time.time() - started))
+                  imbalance=imbalance(rows, world.size), tokens_per_s=rate)
         if stop:
             break
         if (step + 1) % args.save_every == 0:
             checkpoint.save(step + 1)
     log.bar.close()
-    dtype = getattr(torch, args.save_dtype) if args.save_dtype else saved_dtype(folder)
-    save_model(policy.lm, AutoModelForCausalLM, args.run / "actor", dtype, folder, world)
+    save_model(policy.lm, AutoModelForCausalLM, args.run / "actor", args.save_dtype, folder, world)
     return {**counts, "steps": step + 1, **line,
-            **training_bill(args.run, "train_actor", "pairs", steps, groups + drift_groups),
+            **training_bill(args.run, "train_actor", "pairs", steps, groups + drift_groups, args.run / "actor"),
             "tokens scored, a row each": tokens_of_nodes(steps)}
 
 
@@ -329,7 +329,7 @@ def parse_args():
     method = parser.add_argument_group("method")
     method.add_argument("--advantage", choices=["critic", "mc", "outcome"], default="critic", help="where Q comes "
                         "from: the critic, the completions, or the rewards of whole solutions (default: %(default)s)")
-    method.add_argument("--beta", type=positive(float), default=0.01, help="weight of KL(pi || pi_ref): the target "
+    method.add_argument("--beta", type=bounded(float), default=0.01, help="weight of KL(pi || pi_ref): the target "
                         "log-ratio is A/beta, so a smaller beta asks for a larger move (paper: 0.01 or 0.02; "
                         "default: %(default)s)")
     method.add_argument("--gap", type=float, default=0.1, help="least max A - min A of a state to be trained on "
@@ -353,11 +353,9 @@ def main():
     if world.rank == 0:
         settings = training_settings(args, "advantage", "beta", "gap", "stop_window")
         summary = start_stage(args.run, "train_actor", settings, inputs, outputs, args.overwrite)
-    summary = [summary]
-    dist.broadcast_object_list(summary)
-    if summary[0]:
+    if summary := world.share(summary):
         remove_checkpoints(args.run / "actor")
-        return world.rank > 0 or print_complete("train_actor", summary[0])
+        return world.rank > 0 or print_complete("train_actor", summary)
     summary = train(args, world, folder, values, made_from)
     if world.rank == 0:
         finish_stage(args.run, "train_actor", {**summary, "actor": model_hash(args.run / "actor")})

@@ -5,7 +5,7 @@ r"""DAPO, stage 3 of 5: fit the critic to the Monte-Carlo values, then score eve
 The labels are soft. The critic is trained first and apart from the actor: its targets are fixed, so nothing chases
 anything. A tree is one row of tokens (see pack()): every prefix goes through the model once, forward and backward.
 
-Reads:   RUN/trees.jsonl
+Reads:   RUN/trees.jsonl, the tokenizer of the policy that was sampled from
 Writes:  RUN/critic/             an AutoModelForTokenClassification with one label, and its tokenizer
          RUN/values.safetensors  V_phi of every node of every tree, in the file's order
          RUN/train_critic.json   the settings, the summary, the calibration table of the held-out problems
@@ -45,9 +45,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from transformers import AttentionInterface, AutoConfig, AutoModelForTokenClassification
 
-from generate import (UserError, add_run_flags, cut_log, die_with_launcher, file_hash, find_model, finish_stage,
-                      load_tokenizer, model_hash, positive, print_complete, progress_bar, read_jsonl, read_log,
-                      render_prompt, run_stage, stage_record, start_stage)
+from generate import (UserError, add_run_flags, bounded, cut_log, die_with_launcher, file_hash, find_model,
+                      finish_stage, load_tokenizer, model_hash, model_size, print_complete, progress_bar, read_jsonl,
+                      read_log, render_prompt, run_stage, stage_record, start_stage)
 
 PAD_TO = 128  # rows are padded to a multiple of this many tokens: the block size of the attention
 
@@ -273,6 +273,12 @@ class World:
         dist.all_reduce(total)
         return total.tolist()
 
+    def share(self, value):
+        """Rank 0's value, on all ranks."""
+        values = [value]
+        dist.broadcast_object_list(values)
+        return values[0]
+
 
 def quiet_libraries():
     """Silence what users of these scripts can do nothing about."""
@@ -287,11 +293,15 @@ def load_model(auto_class, folder, world, recompute=True, wrap=lambda model: mod
     Only rank 0 reads the weights. A head that the folder has no weights for starts at zero. wrap: makes the module that
     is called, if it is not the model itself. recompute: activations are computed again in the backward pass.
     """
-    config = AutoConfig.from_pretrained(folder)
-    for name, value in config_changes.items():  # as keywords of from_pretrained, unknown names would be dropped
-        setattr(config, name, value)
-    with torch.device("meta"):
-        model = auto_class.from_config(config, dtype=torch.float32, attn_implementation="tree")
+    try:
+        config = AutoConfig.from_pretrained(folder)
+        for name, value in config_changes.items():  # as keywords of from_pretrained, unknown names would be dropped
+            setattr(config, name, value)
+        with torch.device("meta"):
+            model = auto_class.from_config(config, dtype=torch.float32, attn_implementation="tree")
+    except ValueError as error:
+        raise UserError(f"{folder}: transformers cannot make the model ({str(error).splitlines()[0]}): use another "
+                        "one") from None
     weights, source = {}, None
     if world.rank == 0:
         source, found = auto_class.from_pretrained(folder, config=config, dtype=torch.float32, output_loading_info=True)
@@ -319,7 +329,11 @@ def load_model(auto_class, folder, world, recompute=True, wrap=lambda model: mod
 
 
 def save_model(model, auto_class, target, dtype, source, world):
-    """Save a sharded model as transformers wants it, with the source folder's tokenizer and generation config."""
+    """Save a sharded model as transformers wants it, with the source folder's tokenizer and generation config.
+
+    dtype: "float32" or "bfloat16"; None: as the source's.
+    """
+    dtype = getattr(torch, dtype) if dtype else AutoConfig.from_pretrained(source).dtype or torch.float32
     weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     if world.rank == 0:
         with torch.device("meta"):
@@ -335,11 +349,6 @@ def save_model(model, auto_class, target, dtype, source, world):
         shutil.rmtree(target, ignore_errors=True)
         part.rename(target)
     dist.barrier()
-
-
-def saved_dtype(folder):
-    """The dtype in which a model's weights are stored."""
-    return AutoConfig.from_pretrained(folder).dtype or torch.float32
 
 
 class Checkpoint:
@@ -462,29 +471,35 @@ def imbalance(rows, ranks):
     return max(loads) * ranks / sum(loads) - 1
 
 
+def path_lengths(steps):
+    """How many tokens lie between the start of the prompt and each node's end: {node: tokens}."""
+    length = {-1: 0}
+    for node, parent in enumerate(steps.parents):
+        length[node] = length[parent] + len(steps.tokens[node])
+    return length
+
+
 def tokens_of_nodes(all_steps):
-    """How many tokens one row for each wanted node would hold: the lengths of their paths from the root, summed."""
+    """How many tokens one row for each wanted node would hold."""
     total = 0
     for steps in all_steps:
-        depth = {-1: 0}
-        for node, parent in enumerate(steps.parents):
-            depth[node] = depth[parent] + len(steps.tokens[node])
-        total += sum(depth[node] for node in steps.wanted)
+        length = path_lengths(steps)
+        total += sum(length[node] for node in steps.wanted)
     return total
 
 
-def training_bill(run, stage, unit, all_steps, scored):
-    """What a training took, for its summary: tokens in rows, padding included, beside those that one row for each
-    state (or pair) would have held in as many passes. (Left out: what a killed try did after its last checkpoint, and
-    the measurements on held-out states on the way.)
+def training_bill(run, stage, unit, all_steps, scored, model):
+    """What a training took, for its summary: the model's parameters, and its tokens in rows, padding included, beside
+    those that one row for each state (or pair) would have held in as many passes. (Left out: what a killed try did
+    after its last checkpoint, and the measurements on held-out states on the way.)
 
     unit: what log.jsonl counts, "states" or "pairs". all_steps: what was trained on. scored: groups of rows that were
-    scored once.
+    scored once. model: the folder of what was trained.
     """
     lines = [line for line in read_log(run) if line["stage"] == stage]
     all_steps = list(all_steps)
     passes = sum(line[unit] for line in lines) / sum(len(steps.wanted) for steps in all_steps)
-    return {"tokens trained on": sum(line["tokens"] for line in lines),
+    return {"parameters": model_size(model), "tokens trained on": sum(line["tokens"] for line in lines),
             "tokens trained on, a row each": round(passes * tokens_of_nodes(all_steps)),
             "tokens scored": sum(len(row.tokens) for group in scored for row in group),
             "imbalance between ranks": max(line["imbalance"] for line in lines)}
@@ -559,7 +574,8 @@ def node_logits(model, row, device):
 def predict(model, groups, n_nodes, world, title=None):
     """V_phi of all scored nodes of the rows, as score_nodes gives them."""
     model.eval()
-    values = score_nodes(lambda row: torch.sigmoid(node_logits(model, row, world.device)), groups, n_nodes, world, title)
+    values = score_nodes(lambda row: torch.sigmoid(node_logits(model, row, world.device)),
+                         groups, n_nodes, world, title)
     model.train()
     return values
 
@@ -696,6 +712,7 @@ def train(args, world, tree_steps, labels, n_nodes):
 
         lr = learning_rate(step, len(batches), args.lr)
         norm = optimizer_step(model, optimizer, rows, row_loss, lr, args.clip, world)
+        rate = tokens / (time.time() - started)
         loss, bias = (total / count for total in world.sum(*sums.tolist()))
         numbers = {"loss": loss, "bias": bias}
         if test_groups and ((step + 1) % evaluate_every == 0 or step + 1 == len(batches)):
@@ -703,12 +720,11 @@ def train(args, world, tree_steps, labels, n_nodes):
             scored = ~values.isnan()
             numbers["held_out_bce"] = F.binary_cross_entropy(values[scored], labels[scored]).item()
         log.write(step + 1, **numbers, grad_norm=norm, lr=lr, states=count, tokens=tokens,
-                  imbalance=imbalance(rows, world.size), tokens_per_s=tokens / (time.time() - started))
+                  imbalance=imbalance(rows, world.size), tokens_per_s=rate)
         if (step + 1) % args.save_every == 0 and step + 1 < len(batches):
             checkpoint.save(step + 1)
     log.bar.close()
-    dtype = getattr(torch, args.save_dtype) if args.save_dtype else saved_dtype(base)
-    save_model(model, AutoModelForTokenClassification, target, dtype, base, world)
+    save_model(model, AutoModelForTokenClassification, target, args.save_dtype, base, world)
 
 
 def save_values(path, values, name="values", **made_from):
@@ -733,19 +749,19 @@ def load_values(path, name="values", **made_from):
 
 def add_training_flags(parser, batch, unit, lr):
     training = parser.add_argument_group("training")
-    training.add_argument("--lr", type=positive(float), default=lr,
+    training.add_argument("--lr", type=bounded(float), default=lr,
                           help="peak learning rate (default, as in the paper: %(default)s)")
-    training.add_argument("--batch", type=positive(int), default=batch,
+    training.add_argument("--batch", type=bounded(int), default=batch,
                           help=f"{unit} an optimiser step (default, as in the paper: %(default)s)")
-    training.add_argument("--epochs", type=positive(int), default=1, help="passes over the data (default: %(default)s)")
-    training.add_argument("--clip", type=positive(float), default=1.0,
+    training.add_argument("--epochs", type=bounded(int), default=1, help="passes over the data (default: %(default)s)")
+    training.add_argument("--clip", type=bounded(float), default=1.0,
                           help="largest norm of the gradient (default: %(default)s)")
-    training.add_argument("--max-tokens", type=positive(int), default=16384, help="tokens a row, the unit of a forward "
+    training.add_argument("--max-tokens", type=bounded(int), default=16384, help="tokens a row, the unit of a forward "
                           "and backward pass: lower it when memory runs out (default: %(default)s)")
     training.add_argument("--recompute", action=argparse.BooleanOptionalAction, default=True,
                           help="compute activations again in the backward pass: far less memory, a third more time "
                           "(default: yes)")
-    training.add_argument("--save-every", type=positive(int), default=50,
+    training.add_argument("--save-every", type=bounded(int), default=50,
                           help="steps between checkpoints (default: %(default)s)")
     training.add_argument("--save-dtype", choices=["float32", "bfloat16"],
                           help="of the saved weights (default: as loaded)")
@@ -783,8 +799,9 @@ def parse_args():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_run_flags(parser)
     parser.add_argument("--critic", default="Qwen/Qwen2.5-Math-7B-Instruct", help="the model that becomes the critic, "
-                        "any language model or, to warm-start, an earlier critic; a folder or a name on the hub "
-                        "(default, as in the paper: %(default)s)")
+                        "a language model of which transformers has an AutoModelForTokenClassification, or, to "
+                        "warm-start, an earlier critic; a folder or a name on the hub (default, as in the paper: "
+                        "%(default)s)")
     parser.add_argument("--holdout", type=float, default=0.05, help="share of the problems kept for testing the critic "
                         "(default: %(default)s)")
     add_training_flags(parser, batch=512, unit="states", lr=5e-6)
@@ -803,11 +820,9 @@ def main():
         summary = start_stage(args.run, "train_critic", training_settings(args, "holdout"),
                               {"trees.jsonl": trees_hash, "critic base": model_hash(base)},
                               [critic, values_path], args.overwrite)
-    summary = [summary]
-    dist.broadcast_object_list(summary)
-    if summary[0]:
+    if summary := world.share(summary):
         remove_checkpoints(critic)
-        return world.rank > 0 or print_complete("train_critic", summary[0])
+        return world.rank > 0 or print_complete("train_critic", summary)
 
     tokenizer = load_tokenizer(base)
     same = tokenizer.get_vocab() == load_tokenizer(find_model(generate["model"])).get_vocab()
@@ -833,7 +848,7 @@ def main():
         training = (steps for steps, held in tree_steps() if not held)
         finish_stage(args.run, "train_critic", {
             "nodes scored": len(values), "mean V": values.mean().item(), "held-out states": 0, **numbers,
-            **training_bill(args.run, "train_critic", "states", training, groups),
+            **training_bill(args.run, "train_critic", "states", training, groups, critic),
             "tokens scored, a row each": tokens_of_nodes(steps for steps, _ in tree_steps(every_node=True))},
                      calibration=table, critic=model_hash(critic))
         remove_checkpoints(critic)
