@@ -233,6 +233,7 @@ def write_trees(trees, completions, target):
             nodes += len(tree.nodes)
             values += sum(tree.nodes[state]["value"] for state in [0, *tree.states])
             file.write(json.dumps(tree.record(), ensure_ascii=False) + "\n")
+            tree.nodes = tree.node_of = None  # only one complete tree is in memory at a time
     labels = len(trees) + sum(len(tree.states) for tree in trees)
     return {"states labelled": labels, "nodes": nodes, "mean Monte-Carlo value": values / labels,
             "completions cut off at the token limit": cut}
