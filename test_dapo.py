@@ -2026,6 +2026,7 @@ def read_whole_lines(path):
 
 def test_evaluation_goes_on_after_sigkill(toy, small, tmp_path):
     run = copy_of(small, tmp_path / "run", "policy", "test.jsonl", "generate.json")
+    shutil.copy(toy / "train_actor.json", run)
     shutil.copytree(toy / "actor", run / "actor")
     command = f"evaluate.py --run {run} --seed 0 --n 2 --max-tokens 64 --critic {toy}/critic"
     run_script(command, kill_when=lambda: lines_in_shards(run / "answers.jsonl") > 2 * SMALL)  # in the second model
