@@ -217,6 +217,8 @@ def stage_costs(run):
     policy, rows = records["generate"]["parameters"], []
 
     def add(stage, parameters, ours, theirs=None):
+        if not any(ours):  # its lines of log.jsonl are in another run
+            return
         flops = [parameters * (2 * inferred + 6 * trained) for inferred, trained in (ours, theirs or ours)]
         rows.append({"stage": stage, "parameters": parameters, "inferred": ours[0], "trained": ours[1],
                      "FLOPs": flops[0], "paper's way": flops[1]})
@@ -247,7 +249,7 @@ def cost_lines(costs):
     for row in [*costs, {"stage": "all", **total}]:
         size, flops, theirs = f"{row['parameters']:,}" if "parameters" in row else "", row["FLOPs"], row["paper's way"]
         lines.append(f"| {row['stage']} | {size} | {row['inferred']:,} | {row['trained']:,} | {flops:.2e} | "
-                     f"{theirs:.2e} ({theirs / max(flops, 1):.1f}x) |")
+                     f"{theirs:.2e} ({theirs / flops:.1f}x) |")
     return ["", "FLOPs = parameters x (2 x tokens inferred + 6 x tokens trained on). The paper's way: every state of "
             "every selected solution completed, a row for each state and each pair.", "", *lines]
 
@@ -430,8 +432,8 @@ def main():
     args = parse_args()
     quiet_libraries()
     team = Team(args.tensor_parallel)
-    args.run.mkdir(parents=True, exist_ok=True)
     models = named_models(args.models, args.run)
+    args.run.mkdir(parents=True, exist_ok=True)
     test, answers_path = args.run / "test.jsonl", args.run / "answers.jsonl"
     critic, summary = args.critic and find_model(args.critic), None
     steps_like = critic and steps_of_critic(critic)

@@ -1695,8 +1695,8 @@ def parse_args():
 def main():
     args = parse_args()
     team = Team(args.tensor_parallel)
-    args.run.mkdir(parents=True, exist_ok=True)
     folder = find_model(args.model or args.run / "policy")
+    args.run.mkdir(parents=True, exist_ok=True)
     output, summary = args.run / "solutions.jsonl", None
     if team.rank == 0:
         left_out = import_problems(args.problems, args.run / "problems.jsonl", "generate", args.overwrite,

@@ -1860,6 +1860,8 @@ def test_the_bill_needs_no_models(toy, tmp_path):
     from evaluate import stage_costs
     run = copy_of(toy, tmp_path / "run", "generate.json", "label.json", "train_critic.json", "train_actor.json", "log.jsonl")
     assert stage_costs(run) == json.loads((toy / "report.json").read_text())["costs"]
+    (run / "log.jsonl").unlink()
+    assert [row["stage"] for row in stage_costs(run)] == ["train_critic", "train_actor"], "what was sampled elsewhere"
     (run / "generate.json").unlink()
     assert stage_costs(run) == []
 
@@ -2292,10 +2294,11 @@ def test_missing_files_and_broken_models(monkeypatch, capsys, tmp_path):
     def error(stage, *arguments):
         return error_of(monkeypatch, capsys, stage, "--run", tmp_path / "run", *arguments)
 
+    assert "policy: no such model folder" in error("generate") and "generate.json: no such file" in error("evaluate")
+    assert not (tmp_path / "run").exists(), "a run's name with a slip in it makes no folder"
     model = make_model(tmp_path / "model")
     assert "nowhere.jsonl: no such file" in error("generate", "--problems", "nowhere.jsonl", "--model", model)
     assert "problems.jsonl: no such file" in error("generate", "--model", model)
-    assert "policy: no such model folder" in error("generate")
     for stage, needs in (("label", "generate"), ("train_critic", "label"), ("train_actor", "generate"),
                          ("evaluate", "generate")):
         assert f"{needs}.json: no such file: run {needs}.py" in error(stage)
